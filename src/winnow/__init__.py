@@ -1,7 +1,7 @@
 """Winnow trains language models by reinforcement learning from verifiable rewards.
 
 Nothing is imported here: `import winnow` stays instant, and each module imports what it needs. The
-names of `winnow.api` and `winnow.session` are found when they are asked for.
+names of `winnow.api`, `winnow.session` and `winnow.trainer` are found when they are asked for.
 """
 
 import importlib
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         train,
     )
     from winnow.session import Session
+    from winnow.trainer import Trainer
     from winnow.version import __version__ as __version__
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Completion",
     "RunRecord",
     "Session",
+    "Trainer",
     "advantages",
     "load_config",
     "open_run",
@@ -41,5 +43,5 @@ def __getattr__(name: str) -> Any:
         return version.__version__
     if name not in __all__:
         raise AttributeError(f"module 'winnow' has no attribute {name!r}")
-    module = importlib.import_module({"Session": "winnow.session"}.get(name, "winnow.api"))
-    return getattr(module, name)
+    modules = {"Session": "winnow.session", "Trainer": "winnow.trainer"}
+    return getattr(importlib.import_module(modules.get(name, "winnow.api")), name)

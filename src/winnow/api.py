@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from winnow.config.base import TEMPERATURES
 from winnow.config.files import available_recipes, resolve_evaluation_recipe
 from winnow.config.load import dump_config, load_recipe, parse_recipe
-from winnow.config.root import Config
+from winnow.config.root import Config, RunConfig
 from winnow.errors import ConfigError, WinnowError
 from winnow.observe.files import RunFolder, recipe_stem, unused_path
 from winnow.observe.jsonl import read_metrics
@@ -110,22 +110,25 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> RunReco
             text, recipe = dump_config(recipe), Path(folder) / "python.yaml"
             recipe.write_text(text)
         words = [str(recipe), *overrides]
-        run = load_recipe(str(recipe), overrides).run
-        if run.resume not in ("auto", "never"):
-            from winnow.checkpoints.opening import split_run_and_checkpoint
-
-            path = split_run_and_checkpoint("run.resume", run.resume)[0]
-        elif run.name is not None:
-            path = Path(run.dir) / run.name
-        else:  # chosen here, before the run would choose it
-            path = unused_path(Path(run.dir), recipe_stem(recipe))
-            words.append(f"run.name={path.name}")
+        path, is_new = run_path(load_recipe(str(recipe), overrides).run, str(recipe))
+        words += [f"run.name={path.name}"] * is_new
         start = sys.executable, "-m", "winnow.cli.main", "train", "--parent", str(os.getpid())
         child = subprocess.Popen([*start, *words], process_group=0)
         code = _wait_for_run(child)
     if code:
         raise WinnowError(f"the run failed with exit code {code}; see its last lines above")
     return open_run(path)
+
+
+def run_path(run: RunConfig, recipe: str) -> tuple[Path, bool]:
+    """Return the folder of a run, and whether its name is chosen here, before the run would."""
+    if run.resume not in ("auto", "never"):
+        from winnow.checkpoints.opening import split_run_and_checkpoint
+
+        return split_run_and_checkpoint("run.resume", run.resume)[0], False
+    if run.name is not None:
+        return Path(run.dir) / run.name, False
+    return unused_path(Path(run.dir), recipe_stem(recipe)), True
 
 
 def _wait_for_run(child: subprocess.Popen[bytes]) -> int:

@@ -1,7 +1,8 @@
 """Loading of a user's own Python: a class or function that a recipe names by its place.
 
 A place is `FILE.py:NAME` or `package.module:NAME`. A file may import its neighbours, as when
-`python FILE.py` runs it.
+`python FILE.py` runs it. `program:NAME` is an object of the running program that no other process
+can import, such as a lambda or a notebook's function.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from typing import Any
 
 from winnow.errors import WinnowError
 
+PROGRAM = "program"
+"""The module in the place of an object of the running program."""
+program_objects: dict[str, Any] = {}
+"""These objects, by name."""
 _refusal = ""
 """The reason why this process runs no code of users; empty where it does."""
 
@@ -31,6 +36,19 @@ def disable_user_code(reason: str) -> None:
     """
     global _refusal
     _refusal = reason
+
+
+def place_of(thing: Callable[..., Any]) -> str:
+    """Return the place of a function or class that other processes can import, else its name
+    alone: that of a lambda, of a local function, or of the program that runs."""
+    name = getattr(thing, "__qualname__", type(thing).__name__).rpartition(".")[2]
+    module = sys.modules.get(getattr(thing, "__module__", None) or "__main__")
+    is_importable = getattr(module, name, None) is thing and module.__name__ != "__main__"
+    if module is None or not is_importable:
+        return name if name.isidentifier() else "function"
+    is_alone = "." not in module.__name__ and not hasattr(module, "__path__")
+    file = getattr(module, "__file__", None) or ""
+    return f"{file if is_alone and file.endswith('.py') else module.__name__}:{name}"
 
 
 def load_user_object(
@@ -54,6 +72,14 @@ def load_user_object(
         place, _, name = place.rpartition(":")
         if not place:
             raise error(f"{where} names no object; give FILE.py:NAME or package.module:NAME")
+    if place == PROGRAM:
+        if name not in program_objects:
+            raise error(
+                f"{field}={PROGRAM}: {name} is an object of the program that began the run, which "
+                "no other process can import; continue the run by that program's winnow.Trainer, "
+                "or define it in a file"
+            )
+        return program_objects[name]  # type: ignore[no-any-return]
     module = _import(place, where, error)
     found = getattr(module, name, None)
     if not callable(found):

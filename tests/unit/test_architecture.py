@@ -151,7 +151,8 @@ def circular_imports(modules: list[Module]) -> Iterator[str]:
 
     after = {m.name: {owner(i.target) for i in m.imports} - {m.name, ""} for m in modules}
     # `winnow` itself offers the names of its API, and looks them up when they are asked for.
-    after["winnow"] = after.get("winnow", set()) - {"winnow.api", "winnow.session"}
+    apis = {"winnow.api", "winnow.session", "winnow.trainer"}
+    after["winnow"] = after.get("winnow", set()) - apis
     while leaves := {name for name, targets in after.items() if not targets & after.keys()}:
         after = {name: targets for name, targets in after.items() if name not in leaves}
     # What is left imports a circle, or lies in one.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from winnow.errors import ConfigError
-from winnow.user_code import load_user_object
+from winnow.user_code import load_user_object, place_of, program_objects
 
 
 def write(path: Path, text: str) -> str:
@@ -67,3 +71,31 @@ def test_a_mistake_names_field_place_and_remedy(
     assert line.startswith("loss.path ")
     assert said in line
     assert "\n" not in line
+
+
+def test_an_object_has_a_place_where_other_processes_can_import_it() -> None:
+    assert place_of(write) == f"{__name__}:write"
+    assert place_of(json.dumps) == "json:dumps"
+    assert place_of(ast.parse) == f"{ast.__file__}:parse"
+    assert place_of(lambda: 0) == "function"
+    assert place_of(partial(write)) == "partial"
+    assert place_of(write_again()) == "inner"
+
+
+def write_again() -> Callable[..., None]:
+    def inner() -> None: ...
+
+    return inner
+
+
+def test_an_object_of_the_program_is_known_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(program_objects, "twice", write)
+    assert load_user_object("program:twice", "a.path", ConfigError) is write
+    assert load_user_object("program", "a.path", ConfigError, name="twice") is write
+    with pytest.raises(ConfigError) as caught:
+        load_user_object("program:thrice", "a.path", ConfigError)
+    assert str(caught.value) == (
+        "a.path=program: thrice is an object of the program that began the run, which no other "
+        "process can import; continue the run by that program's winnow.Trainer, or define it in a "
+        "file"
+    )

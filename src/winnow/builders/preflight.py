@@ -27,7 +27,6 @@ NO_BFLOAT16 = (
 )
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}
 """In /proc/cpuinfo; the last is ARM's."""
-_REWARD = "reward.function.path"
 
 
 def check_requirements(config: Config) -> None:
@@ -63,7 +62,8 @@ def check_requirements(config: Config) -> None:
         if not re.fullmatch(r".+\.py(:\w+)?", value):
             continue
         place, _, name = value.rpartition(":") if value[-3:] != ".py" else (value, "", None)
-        name = config.reward.function.name if key == _REWARD else name
+        function = config.reward.functions().get(key.removesuffix(".path"))
+        name = name if function is None else function.name
         error = RewardError if key.startswith("reward.") else ConfigError
         check_user_file(place, f"{key} {value}", error, name)
 

@@ -16,7 +16,7 @@ from winnow.builders.lockstep import lockstep_notes
 from winnow.builders.placement import uses_gpu
 from winnow.builders.topology import RunModels
 from winnow.checkpoints.checkpoint import Manifest
-from winnow.checkpoints.opening import code_hashes, user_code_files
+from winnow.checkpoints.opening import code_hashes, user_code_files, user_code_settings
 from winnow.checkpoints.run_state import RunState, Stateful
 from winnow.config.base import Section
 from winnow.config.data import DataConfig
@@ -43,12 +43,13 @@ from winnow.ranks.learner import kl_notes, needs_of
 from winnow.ranks.models import LoadedPolicy, check_positions, use_deterministic_kernels
 from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine, SamplingParams, engines_by_name
-from winnow.run.loop import BaseRun, PendingSteps, PromptBudget, Run
+from winnow.run.loop import BaseRun, OnStep, PendingSteps, PromptBudget, Run
 from winnow.run.shutdown import ShutdownSignal
 from winnow.run.step_metrics import Throughput, gpu_peak_tflops
 from winnow.sampling.accounting import StepGroups
 from winnow.sampling.ledger import Ledger
 from winnow.sampling.stream import Sampler
+from winnow.user_code import PROGRAM
 
 ASYNC_SCORE_LAG_TICKS = 16
 """Decode ticks; measured by benchmarks/deterministic.py."""
@@ -170,6 +171,7 @@ class RunContext:
     timeline: Timeline = no_timeline
     first_messages: FirstMessages | None = None
     """As `PromptRenderer` takes it."""
+    on_step: OnStep = BaseRun.on_step
 
 
 def build_run(
@@ -212,6 +214,7 @@ def build_run(
         *_row_notes(config.data, "held-out", held_out, config.evaluation.max_prompts),
         *islice(agent_notes(config.environment, getattr(source, "prompts", ())), 1),
         *_scorer_notes(config.reward, config.sampling.filter, source),
+        *_program_notes(config),
         *kl_notes(config.algorithm),
         *config_warnings(config),
         *lockstep_notes(config, policy.model.config),
@@ -275,6 +278,7 @@ def make_base_run(
         data_figures=loader.figures,
         timeline=tell,
         profiler=make_profiler(trainer.profile, "driver"),
+        on_step=context.on_step,
     )
 
 
@@ -349,6 +353,17 @@ def _row_notes(
     if kind == "held-out" and max_prompts is not None and max_prompts < prompts.size:
         notes.append(f"the first {max_prompts:,} of the rest are used (evaluation.max_prompts)")
     yield ("Warning: " if 2 * prompts.filtered > prompts.size else "") + "; ".join(notes)
+
+
+def _program_notes(config: Config) -> Iterator[str]:
+    """Return a line if the run calls objects of the running program."""
+    keys = [k for k, place in user_code_settings(config) if place.partition(":")[0] == PROGRAM]
+    if keys:
+        yield (
+            f"{', '.join(keys)}: objects of this program, which no other process can import; they "
+            "are called here, without limits of time and memory, and the run can only be continued "
+            "by this program's winnow.Trainer. Define them in a file of their own to change that"
+        )
 
 
 def _scorer_notes(reward: RewardConfig, rule: Section, source: PromptSource) -> Iterator[str]:

@@ -61,6 +61,7 @@ from winnow.data.hub import is_on_hub, pin_files
 from winnow.errors import CheckpointError, ConfigError, WinnowError
 from winnow.models.fetch import local_folder, may_be_hub_name
 from winnow.observe.files import (
+    INPUTS,
     MODEL,
     PARTIAL,
     TOKENIZER,
@@ -79,7 +80,7 @@ _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _NOTHING_YET = Manifest(step=-1, evaluated=False)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 DISCARDABLE_FILES = {
-    *(LOCK_FILE, MARK, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE, "trackers"),
+    *(LOCK_FILE, MARK, INPUTS, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE, "trackers"),
     *(name + end for name in (TOKENIZER, MODEL) for end in ("", PARTIAL)),
 }
 """Files of a run before there is anything to lose."""
@@ -275,7 +276,7 @@ def _open_run(config: Config, recipe: str, stack: contextlib.ExitStack) -> Opene
     if named is None or is_begun or not names:
         named = RunFolder.create(run.dir, run.name, recipe)
     stack.enter_context(locked(named.path))
-    for name in names - {LOCK_FILE}:
+    for name in names - {LOCK_FILE, INPUTS}:
         if name == named.trackers.name:
             shutil.rmtree(named.trackers)
         else:

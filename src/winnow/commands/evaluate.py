@@ -140,14 +140,19 @@ class _WeightsChangedError(ConfigError):
     """Servers received other weights during an evaluation."""
 
 
-def run_evaluation(request: EvalRequest, console: Console) -> Report:
+def run_evaluation(
+    request: EvalRequest, console: Console, stop: ShutdownSignal | None = None
+) -> Report:
     """Evaluate a model, write answers and figures, and print the figures.
+
+    Args:
+        stop: ends it from another thread; None handles the signals of this one.
 
     Raises:
         WinnowError: no such run, checkpoint or model, or nothing to evaluate on.
         Stopped: a signal ended it; nothing of it is left.
     """
-    stop = ShutdownSignal(announces=False)
+    stop = stop or ShutdownSignal(announces=False)
     with stop.listening():
         setup = resolve_setup(request)
         folder = setup.answers.parent

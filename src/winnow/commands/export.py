@@ -68,5 +68,6 @@ def run_export(
         raise WinnowError(f"cannot write {target}: {error}; choose another folder") from error
     if hub is None:
         return str(path)
-    card = model_card(load_recipe(recipe), checkpoint.step, read_metrics(folder.metrics))
+    records, step = read_metrics(folder.metrics), checkpoint.step
+    card = model_card(load_recipe(recipe), step, records, folder.evaluations)
     return hub.upload(path, card)

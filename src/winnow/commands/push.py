@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,8 +17,11 @@ from winnow.config.files import to_yaml
 from winnow.config.root import Config
 from winnow.data.hub import is_on_hub
 from winnow.errors import WinnowError
+from winnow.evaluation.compare import parse_answers
+from winnow.evaluation.statistics import mean_of
 from winnow.models.fetch import brief, may_be_hub_name
 from winnow.observe.metrics import HELD_OUT_LOSS, Record
+from winnow.observe.rollouts import list_step_files, read_rollouts
 from winnow.version import __version__
 
 _SETTINGS = (
@@ -79,13 +83,14 @@ class HubTarget:
             raise WinnowError(f"--push {self.repo}: {_reason(error)}; {state}") from error
 
 
-def model_card(config: Config, step: int, records: Sequence[Record]) -> str:
-    """Write a model card: settings, data, and held-out metrics before and after.
+def model_card(config: Config, step: int, records: Sequence[Record], evaluations: Path) -> str:
+    """Write a model card: settings, data, versions, and held-out metrics before and after.
 
     Local paths are cut to their names.
 
     Args:
         records: the run's lines of figures, in order.
+        evaluations: folder of the run's held-out answers.
     """
     imitates = config.sft.name != "none"
     base = config.model.path or "a model made by the recipe"
@@ -104,6 +109,11 @@ def model_card(config: Config, step: int, records: Sequence[Record]) -> str:
         f"| Setting | |\n|---|---|\n| start | {shown} |\n| training data | {', '.join(data)} |",
     ]
     lines += [f"| held-out data | {', '.join(held_out)} |"] if held_out else []
+    functions = config.reward.functions().values()
+    rewards = [f"{_public_name(str(each.path))}:{each.name}" for each in functions]
+    lines += [f"| reward | {', '.join(rewards)} |"] if rewards else []
+    installed = [f"{package} {version(package)}" for package in ("torch", "transformers")]
+    lines.append(f"| versions | winnow {__version__}, {', '.join(installed)} |")
     for key in (*(_OF_SFT if imitates else _SETTINGS), *_OF_BOTH):
         lines.append(f"| {key} | {reduce(getattr, key.split('.'), config)} |")
     evaluated = [
@@ -116,7 +126,28 @@ def model_card(config: Config, step: int, records: Sequence[Record]) -> str:
         (first, before), (last, after) = points[0], points[-1]
         lines.append(f"\n| Held-out figure | step {first} | step {last} |\n|---|---|---|")
         lines += [f"| {n} | {before.get(n, float('nan')):.4g} | {after[n]:.4g} |" for n in after]
+    lines += _accuracy_table([each for each in list_step_files(evaluations) if each[0] <= step])
     return "\n".join(lines) + "\n"
+
+
+def _accuracy_table(files: Sequence[tuple[int, Path]]) -> Iterator[str]:
+    """Yield a table of held-out accuracy with its interval, at the first evaluation and the last.
+
+    Args:
+        files: of the evaluations, with their steps.
+    """
+    if not files:
+        return
+    steps = " | ".join(f"step {step}" for step, _ in (files[0], files[-1]))
+    yield f"\n| Held-out accuracy, 95 % interval over problems | {steps} |\n|---|---|---|"
+    both = [parse_answers(file, read_rollouts(file)) for _, file in (files[0], files[-1])]
+    for source in sorted({*both[0].sources.values()}):
+        cells = []
+        for answers in both:
+            marks = [answers.means[p] for p, of in answers.sources.items() if of == source]
+            low, high = (average := mean_of(marks)).interval
+            cells.append(f"{average.mean:.3f} [{low:.3f}, {high:.3f}]")
+        yield f"| {source}, {len(marks):,} problems | {' | '.join(cells)} |"
 
 
 def _public_name(file: str) -> str:

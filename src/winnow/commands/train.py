@@ -58,7 +58,7 @@ from winnow.observe.sinks import BackgroundSink, Kind, RunInfo, Sink, Sinks, loa
 from winnow.observe.trace import TraceFile
 from winnow.ranks.learner import needs_start
 from winnow.ranks.models import LoadedPolicy, explain_oom, fetch_models, load_policy, start_notes
-from winnow.run.loop import Run, train
+from winnow.run.loop import OnStep, Run, train
 from winnow.run.shutdown import MachineDeadline, ShutdownSignal, Stopped
 from winnow.run.supervisor import Heartbeat
 from winnow.sampling.ledger import Ledger
@@ -86,6 +86,8 @@ class TrainOptions:
     """Start of the command, by `time.monotonic`."""
     companion: Callable[[Path], contextlib.AbstractContextManager[str]] | None = None
     """Starts what accompanies a run, of its folder; yields a line for the user."""
+    on_step: OnStep = Run.on_step
+    """As `Run` has it."""
 
 
 def run_training(config: Config, options: TrainOptions) -> int:
@@ -158,7 +160,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             tell, text = trace[0] if trace else no_timeline, dump_config(saved_config)
             context = RunContext(
                 config, text, policy, folder, sinks, metrics, options.stop, rewards, placed, tell,
-                begin,
+                begin, options.on_step,
             )  # fmt: skip
             run = _build(context, data, sink)
             _restore(context, opened, run, sink)

@@ -16,7 +16,7 @@ TEMPLATES = ("correctness", "quality")
 """Templates by name; their texts are in `winnow.rewards.judge_prompt`."""
 VARIABLES = ("question", "messages", "answer", "ground_truth", "extra", "data_source")
 """Variables that a template may use."""
-_RESERVED_PARTS = (
+RESERVED_PARTS = (
     *("accuracy", "reward", "task_reward", "task", "pred"),
     *("acc", "score", "seq_reward", "seq_final_reward"),
     *("overlong", "overlong_reward", "cosine", "environment"),
@@ -26,8 +26,8 @@ _RESERVED_PARTS = (
 def _check_part_name(value: str) -> str:
     if not value.isidentifier():
         raise ValueError("must be a name of letters, digits and _")
-    if value in _RESERVED_PARTS:
-        raise ValueError(f"must be none of {', '.join(_RESERVED_PARTS)}, which are taken")
+    if value in RESERVED_PARTS:
+        raise ValueError(f"must be none of {', '.join(RESERVED_PARTS)}, which are taken")
     return value
 
 

@@ -67,7 +67,7 @@ _INTERPOLATION = re.compile(r"(\\*)\$\{")
 """With the backslashes before it, which then count as escapes."""
 
 
-def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> Config:
+def load_recipe(recipe: str, overrides: Sequence[str | Setting] = ()) -> Config:
     """Load a recipe, by shipped name or path, with overrides such as `optim.lr=1e-5`, checked.
 
     Raises:
@@ -81,7 +81,7 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def parse_recipe(recipe: str | None, overrides: Sequence[str] = ()) -> Config:
+def parse_recipe(recipe: str | None, overrides: Sequence[str | Setting] = ()) -> Config:
     """Load a recipe without the rules across sections, such as one still to be completed.
 
     Args:
@@ -93,7 +93,7 @@ def parse_recipe(recipe: str | None, overrides: Sequence[str] = ()) -> Config:
     tree = ConfigTree()
     for layer in () if recipe is None else read_layers(recipe):
         tree.apply([Setting(p, value, layer.source_of(p)) for p, value in _leaves(layer.tree) if p])
-    tree.apply([setting for text in overrides for setting in _parse_override(text)])
+    tree.apply([setting for each in overrides for setting in _settings(each)])
     if tree.faults:
         raise ConfigError("\n".join(tree.faults))
     references = _ReferenceResolver(tree.values)
@@ -352,8 +352,12 @@ class ConfigTree:
             self.places[path] = place
 
 
-def _parse_override(text: str) -> Iterator[Setting]:
+def _settings(override: str | Setting) -> Iterator[Setting]:
     """Yield what an override sets: several keys where it is a section in braces."""
+    if isinstance(override, Setting):
+        yield override
+        return
+    text = override
     # Hydra takes 0.2 s to import, which only commands with overrides need.
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException

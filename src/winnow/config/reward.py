@@ -194,19 +194,9 @@ class CosineConfig(Section):
     """Limit in tokens; null is rollout.max_response_tokens."""
 
 
-class PartConfig(Section):
-    """An additional scorer, next to the one that the data source chooses."""
-
-    scorer: str
-    """Name of a built-in scorer."""
-    weight: float = 1.0
-    """Weight of the scorer's score in the reward; 0 only measures and filters."""
-    in_evaluation: bool = False
-    """Score held-out answers, too; their accuracy remains the source's scorer's."""
-
-
 class UserFunction(Section):
-    """A Python file with verl's `compute_score`; it then scores every source."""
+    """A Python file with a reward function in verl's, TRL's or Winnow's signature; it then scores
+    every source."""
 
     path: Annotated[str | None, CODE] = None
     """Path of the file; null uses the built-in scorers."""
@@ -214,6 +204,18 @@ class UserFunction(Section):
     """Name of the function in it, sync or async."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments passed to each call."""
+
+
+class PartConfig(UserFunction):
+    """An additional scorer, built in or a function of yours, next to the one that the data source
+    chooses."""
+
+    scorer: str | None = None
+    """Name of a built-in scorer, where there is no path."""
+    weight: float = 1.0
+    """Weight of the scorer's score in the reward; 0 only measures and filters."""
+    in_evaluation: bool = False
+    """Score held-out answers, too; their accuracy remains the source's scorer's."""
 
 
 class PartWeights(Section):
@@ -305,6 +307,13 @@ class RewardConfig(Section):
                 f"({', '.join(self.scorers)}) is unused; set reward.function.path=null, or leave "
                 "reward.scorers empty"
             )
+        for name, part in self.parts.items():
+            if (part.scorer is None) == (part.path is None):
+                what = "both" if part.path else "neither"
+                yield (
+                    f"reward.parts.{name} needs a built-in scorer or a path of your function, got "
+                    f"{what}; set reward.parts.{name}.scorer or reward.parts.{name}.path"
+                )
         names = {f"reward.parts.{name}": name for name in self.parts}
         for key, model in (("reward.model.part", self.model), ("reward.judge.part", self.judge)):
             if isinstance(model, NoRewardModel | NoJudge):
@@ -341,6 +350,12 @@ class RewardConfig(Section):
                 "reward/manager=dapo needs reward.overlong, got reward.overlong.enabled=false; set "
                 "it to true, or reward/manager=auto"
             )
+
+    def functions(self) -> dict[str, UserFunction]:
+        """Return the user's functions by their sections' keys."""
+        parts = {f"reward.parts.{name}": part for name, part in self.parts.items()}
+        sections = {"reward.function": self.function, **parts}
+        return {key: section for key, section in sections.items() if section.path is not None}
 
     def part_weights(self) -> dict[str, float]:
         """Return the weight of each part that this section adds to the task's, by its key."""

@@ -56,7 +56,8 @@ class Row:
     """With `role` and `content` at least."""
     ground_truth: Any
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Every other column."""
+    """Every other column; also the ground truth's under its name and, where it is a list of
+    messages, the prompt under `prompt`, as TRL's reward functions get them."""
     layout: str = ""
     """The columns that were taken, for the user."""
     images: tuple[Source, ...] = ()
@@ -136,8 +137,10 @@ def to_row(
     is_text = isinstance(single, str) and not _IMAGE_TEXT.search(single)
     if images is None and single is not None and not is_text and column == Layout.images:
         column, images = "image", single
-    used = {layout.source, layout.truth, layout.prompt, column}
+    used = {layout.source, layout.prompt, column}
     extra = {key: value for key, value in record.items() if key not in used}
+    if isinstance(record.get(layout.prompt), list):
+        extra["prompt"] = record[layout.prompt]
     if layout.is_verl:
         rest = {k: value for k, value in extra.pop("reward_model").items() if k != "ground_truth"}
         extra |= {"reward_model": rest} if rest else {}

@@ -19,16 +19,17 @@ from dataclasses import replace
 from typing import Any
 
 from winnow.environments import Message, Step, Turn
-from winnow.environments.host import StepRequest, TurnReplies
+from winnow.environments.host import EnvironmentHost, StepRequest, TurnReplies
 from winnow.errors import ConfigError, EnvironmentFault, WorkerError
 from winnow.rewards.pool import CallPool
 from winnow.rewards.task import Failure, PoolLimits
 from winnow.types import Prompt
+from winnow.user_code import PROGRAM
 from winnow.workers.group import WorkerGroup
 
 
-def start_pools(limits: PoolLimits, arguments: tuple[Any, ...]) -> list[CallPool]:
-    """Start pools of one process in this machine.
+def start_pools(limits: PoolLimits, arguments: tuple[Any, ...]) -> Sequence[CallPool | ProgramPool]:
+    """Start pools of one process in this machine; one without, for objects of this program.
 
     Args:
         limits: of all processes.
@@ -38,6 +39,8 @@ def start_pools(limits: PoolLimits, arguments: tuple[Any, ...]) -> list[CallPool
         ConfigError: the user's code cannot be used.
     """
     field, paths = arguments[:2]
+    if any(path.startswith(f"{PROGRAM}:") for path in paths):
+        return [ProgramPool(arguments)]
     pools, alone = list[CallPool](), replace(limits, workers=1)
     with ExitStack() as stack:
         for _ in range(limits.workers):
@@ -52,6 +55,25 @@ def start_pools(limits: PoolLimits, arguments: tuple[Any, ...]) -> list[CallPool
             pools.append(pool)
         stack.pop_all()
     return pools
+
+
+class ProgramPool:
+    """Environments in this process, of objects of the running program (`user_code.PROGRAM`).
+
+    Args:
+        arguments: of `EnvironmentHost`.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self._host = EnvironmentHost(*arguments)
+        self.close = self._host.close
+
+    async def call(self, request: StepRequest) -> TurnReplies | Failure:
+        """Return the replies, or how the environment failed."""
+        outcome = await self._host.call([request])
+        if (task := asyncio.current_task()) and task.cancelling():  # which looks like a failure
+            raise asyncio.CancelledError
+        return outcome if isinstance(outcome, Failure) else outcome[0]
 
 
 class RemotePool:
@@ -90,7 +112,7 @@ class RemotePool:
 class EnvironmentPool:
     """The environments of a run's conversations (`conversation.Environments`); close it."""
 
-    def __init__(self, pools: Sequence[CallPool] | Sequence[RemotePool]) -> None:
+    def __init__(self, pools: Sequence[CallPool | ProgramPool] | Sequence[RemotePool]) -> None:
         self._pools = pools
         self._closed: list[list[int]] = [[] for _ in pools]
         self.steps = 0

@@ -36,6 +36,8 @@ TOKENIZER = "tokenizer.json"
 """The tokenizer in a run's folder, by which token ids can be read."""
 MODEL = "model.json"
 """The config.json of the policy's model in a run's folder, by which the run can be planned."""
+INPUTS = "inputs"
+"""Folder of a run with the rows that a program passed to it, as data files."""
 PARTIAL = ".partial"
 """Ending of a file that is being written; one left by a crash may be deleted."""
 

@@ -21,7 +21,6 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from winnow.config.reward import CustomManager, NaiveManager, ParallelManager, RewardConfig
@@ -41,7 +40,7 @@ from winnow.rewards.task import (
     timeout_failure,
 )
 from winnow.types import Prompt, Score
-from winnow.user_code import load_user_object
+from winnow.user_code import PROGRAM, load_user_object
 
 if TYPE_CHECKING:
     from winnow.rewards.pool import ScorerPool
@@ -172,26 +171,32 @@ class FunctionManager(Manager):
     next call. The company of an answer thus depends on the rest of the run, and differs in a
     resumed one: the function must give each answer the score that it would have alone.
 
+    An object of the running program (`user_code.PROGRAM`) is always called here.
+
+    Args:
+        field: key of the function in `RewardConfig.functions`.
+
     Raises:
         RewardError: the user's file cannot be used.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, field: str = "reward.function") -> None:
         self._user: UserScorer | None = None
-        if rules_location(config) == "in_process":
-            user = config.function
-            self._user = UserScorer(str(user.path), user.name, user.kwargs)
+        user = config.functions()[field]
+        if user.path == PROGRAM or rules_location(config) == "in_process":
+            self._user = UserScorer(str(user.path), user.name, user.kwargs, field=field)
         else:
             from winnow.rewards.pool import ScorerPool
 
-            self._pool = ScorerPool(config, config.function)
+            self._pool = ScorerPool(config, field)
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
         return self._user is None or self._user.is_async
 
     async def score(self, prompt: Prompt, text: str) -> Score | Failure:
-        info = {"extra_info": prompt.extra.get("extra_info")}
-        arguments = prompt.data_source, text, prompt.ground_truth, info
+        asked = "\n".join(message["content"] for message in prompt.messages) or prompt.text
+        columns = {"prompt": asked, **prompt.extra}
+        arguments = prompt.data_source, text, prompt.ground_truth, columns
         if self._pool is not None:
             # For what the function draws: the answer's own seed, in whichever worker.
             uid = zlib.crc32(prompt.uid.encode())
@@ -273,11 +278,7 @@ class UserManager(Manager):
                     result = await result
             if isinstance(result, Failure):
                 return result
-            score = result if isinstance(result, Score) else parse_result(result)
-            # The reward that learning sees is made of parts.
-            return check_score(
-                score if score.parts else replace(score, parts={"task": score.reward})
-            )
+            return check_score(parse_result(result))
         except RewardError:  # its way to say that nothing can be scored any more
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:

@@ -8,7 +8,7 @@ A score is a list of parts. Each has a scorer, a weight, and a place where it ru
 | part | scored by | where |
 |---|---|---|
 | task | the manager: a rule by data source, or code of the user's | here, a worker, or over HTTP |
-| those of `reward.parts` | built-in rules | here, or a worker |
+| those of `reward.parts` | built-in rules, functions of the user's | here, or a worker |
 | a reward model's, a judge's | `ModelScorer`, `Judge` | here, apart, or over HTTP |
 | environment | the sum of its rewards of a conversation's turns | where it runs |
 | overlong, cosine | `overlong_penalty`, `cosine_reward`, in training only | here |
@@ -31,7 +31,7 @@ import numpy as np
 from winnow.config.judge import LanguageModelJudge, SequenceClassifier
 from winnow.config.reward import UNROUTED, CosineConfig, RewardConfig
 from winnow.rewards.manager import Manager
-from winnow.rewards.managers import TURN_REWARDS, RuleManager, make_manager
+from winnow.rewards.managers import TURN_REWARDS, FunctionManager, RuleManager, make_manager
 from winnow.rewards.routing import NO_SCORER, Router, check_package, find_scorer
 from winnow.rewards.task import Failure, ScoreFuture
 from winnow.types import IntArray, Prompt, Score, Trajectory
@@ -94,15 +94,24 @@ class RewardPipeline:
         self._weights[ENVIRONMENT] = config.weights.environment
         self._weights |= {each.config.part: each.config.weight for each in self._models}
         self._weights |= {name: part.weight for name, part in config.parts.items()}
-        scorers = [
-            (name, find_scorer(part.scorer, f"reward.parts.{name}.scorer"))
+        held_out = [name for name, part in config.parts.items() if part.in_evaluation]
+        self._scored_parts = {True: [*config.parts], False: held_out}
+        """Names of `reward.parts`, in training and in evaluation."""
+        self._part_scorers = {
+            name: find_scorer(part.scorer, f"reward.parts.{name}.scorer")
             for name, part in config.parts.items()
-        ]
-        held_out = [each for each in scorers if config.parts[each[0]].in_evaluation]
-        self._part_scorers = {True: scorers, False: held_out}
-        """Scorers of `reward.parts` by name, in training and in evaluation."""
+            if part.scorer is not None
+        }
         self._manager = manager = make_manager(config)
         self._rules = manager if isinstance(manager, RuleManager) else RuleManager(config)
+        self._functions = dict[str, FunctionManager]()
+        try:
+            for name, part in config.parts.items():
+                if part.path is not None:
+                    self._functions[name] = FunctionManager(config, f"reward.parts.{name}")
+        except BaseException:  # nothing else would end the workers of the others
+            self.close()
+            raise
 
     def prepare(self, data_sources: Iterable[str]) -> None:
         """Start the workers and services that these sources need.
@@ -111,9 +120,9 @@ class RewardPipeline:
             RewardError: one cannot be scored.
         """
         self._manager.prepare(data_sources)
-        for name, scorer in self._part_scorers[True]:
+        for name, scorer in self._part_scorers.items():
             check_package(scorer, f"reward.parts.{name}", f"reward.parts.{name}.scorer")
-        self._rules.start(scorer for _, scorer in self._part_scorers[True])
+        self._rules.start(self._part_scorers.values())
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Check before training that the models can score answers to a prompt.
@@ -130,7 +139,8 @@ class RewardPipeline:
         return (
             any(model.takes_time for model in self._models)
             or self._manager.takes_time(data_sources)
-            or any(self._rules.is_offloaded(scorer) for _, scorer in self._part_scorers[True])
+            or any(map(self._rules.is_offloaded, self._part_scorers.values()))
+            or any(function.takes_time(data_sources) for function in self._functions.values())
         )
 
     def figures(self) -> dict[str, int]:
@@ -139,7 +149,9 @@ class RewardPipeline:
 
     def count_offloaded(self) -> int:
         """Return how many answers workers or models have scored; safe from any thread."""
-        backends: set[Manager | ModelScorer | Judge] = {self._manager, self._rules, *self._models}
+        backends: set[Manager | ModelScorer | Judge] = {
+            *(self._manager, self._rules, *self._models, *self._functions.values())
+        }
         return sum(each.scored for each in backends)
 
     def close(self) -> None:
@@ -147,8 +159,8 @@ class RewardPipeline:
         with ExitStack() as stack:  # one that fails to close leaves the others to be closed
             if self._judge is not None:
                 stack.callback(self._judge.close)
-            stack.callback(self._rules.close)
-            stack.callback(self._manager.close)
+            for each in (self._rules, self._manager, *self._functions.values()):
+                stack.callback(each.close)
 
     async def score(
         self, prompt: Prompt, trajectory: Trajectory, text: str | None, training: bool
@@ -174,13 +186,16 @@ class RewardPipeline:
             prompt = _with_rollout_scores(prompt, trajectory)
         result: Score | Failure = await self._manager.score(prompt, text)
         parts: dict[str, float] = {}
-        for name, scorer in self._part_scorers[training]:
+        for name in self._scored_parts[training]:
             if isinstance(result, Failure):
                 break
-            outcome = await self._rules.score(prompt, text, scorer)
+            if name in self._functions:
+                outcome = await self._functions[name].score(prompt, text)
+            else:
+                outcome = await self._rules.score(prompt, text, self._part_scorers[name])
             if isinstance(outcome, Failure):
                 result = replace(outcome, line=f"the part {name}: {outcome.line}")
-            else:
+            elif outcome.parts:  # a function in TRL's signature may give no reward
                 parts[name] = outcome.reward
         for section, verdict in verdicts:
             value = await verdict
@@ -190,7 +205,8 @@ class RewardPipeline:
                 result = value
         failure = result if isinstance(result, Failure) else None
         if isinstance(result, Failure):
-            parts = {name: scorer.wrong_reward for name, scorer in self._part_scorers[training]}
+            scorers, names = self._part_scorers, self._scored_parts[training]
+            parts = {n: scorers[n].wrong_reward if n in scorers else WRONG_REWARD for n in names}
             parts |= {section.part: section.wrong_score for section, _ in verdicts}
             result = self._names.wrong_score(prompt.data_source, result)
         return ScoredAnswer(self._combine_parts(result, parts, trajectory, training), failure)

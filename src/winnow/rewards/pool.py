@@ -33,7 +33,7 @@ from functools import partial
 from itertools import count
 from typing import Any, cast
 
-from winnow.config.reward import BatchManager, RewardConfig, UserFunction
+from winnow.config.reward import BatchManager, RewardConfig
 from winnow.errors import RewardError, WinnowError
 from winnow.rewards.task import (
     Arguments,
@@ -492,22 +492,23 @@ class ScorerPool(CallPool):
 
     Args:
         config: gives the limits, and the most answers of one call (`reward/manager=batch`).
-        function: the user's; None: the processes run built-in scorers.
+        field: key of the user's function in `RewardConfig.functions`; None: the processes run
+            built-in scorers.
 
     Raises:
         RewardError: the user's file cannot be used; one line says why.
     """
 
-    def __init__(self, config: RewardConfig, function: UserFunction | None = None) -> None:
-        most, user = 0, function if function and function.path else None
-        if function is not None and isinstance(config.manager, BatchManager):
+    def __init__(self, config: RewardConfig, field: str | None = None) -> None:
+        most, user = 0, None if field is None else config.functions()[field]
+        if field == "reward.function" and isinstance(config.manager, BatchManager):
             most = config.manager.max_answers
         limits = PoolLimits(config.workers or default_workers(), config.timeout_s, config.memory_mb)
         super().__init__(
             limits,
             "winnow.rewards.worker:ScorerRuntime",
-            ((user.path, user.name, user.kwargs) if user else None, most > 0),
-            f"reward.function.path {function.path}" if function else None,
+            ((user.path, user.name, user.kwargs, most > 0, field) if user else None,),
+            f"{field}.path {user.path}" if user else None,
             most,
         )
 

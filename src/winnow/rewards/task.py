@@ -27,8 +27,9 @@ ScoreFuture = asyncio.Future["float | Failure"]
 """A model's or a judge's score of an answer, once it comes."""
 Arguments = tuple[str, str, Any, Mapping[str, Any]]
 """Data source, answer's text, ground truth, the row's other columns."""
-_FIELD = "reward.function.path"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_SCORERS_ARGUMENTS = ("data_source", "response", "ground_truth", "extra")
+"""Parameters of built-in scorers, which a user's function may have, too."""
 _LONGEST_LINE = 1000
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _FOLDERS = str(Path(__file__).parent), str(Path(__file__).parents[1] / "environments")
@@ -116,40 +117,65 @@ class PoolReply(NamedTuple):
 
 
 class UserScorer:
-    """A user's reward: a Python file with verl's `compute_score`, sync or async.
+    """A user's reward: a Python function, sync or async, in a signature told by its parameters.
 
-    It is called as `compute_score(data_source=…, solution_str=…, ground_truth=…, extra_info=…,
-    **kwargs)` and returns a number, or a dict with `score`. The dict's `acc` is the accuracy
-    (without it: 1 where the score is above 0), every other key is kept with the sample. A sync
-    function runs in its process's main thread, because signals (math-verify's alarm) work nowhere
-    else.
+    | parameters | of | gets |
+    |---|---|---|
+    | data_source, solution_str, ground_truth, extra_info | verl | one answer |
+    | data_source, response, ground_truth, extra | built-in scorers | the same, extra: columns |
+    | completions, prompts, columns by name | TRL | lists; prompts of messages: completions, too |
+
+    It may leave out all but the answer, gets `kwargs` besides, and returns a number, a `Score`, or
+    a dict with `score`; TRL's returns a list, in which None gives no reward. The dict's `acc` is
+    the accuracy (without it: 1 where the score is above 0), every other key is kept with the
+    sample. A sync function runs in its process's main thread where that is a worker's, because
+    signals (math-verify's alarm) work nowhere else.
 
     Args:
         path: the file.
         name: the function's.
         kwargs: passed to each call.
-        batched: it is called with lists, as `compute_score(data_sources=…, solution_strs=…,
+        batched: verl's is called with lists, as `compute_score(data_sources=…, solution_strs=…,
             ground_truths=…, extra_infos=…, **kwargs)`, and returns a list of such results.
+        field: key of its section.
 
     Raises:
         RewardError: the file cannot be imported, or has no such function.
     """
 
-    def __init__(self, path: str, name: str, kwargs: dict[str, Any], batched: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        kwargs: dict[str, Any],
+        batched: bool = False,
+        field: str = "reward.function",
+    ) -> None:
         from winnow.user_code import load_user_object
 
         self.file = str(Path(path).expanduser().absolute())
-        self.batched = batched
         self._kwargs = kwargs
-        self._names = [f"{name}s" for name in _ARGUMENTS] if batched else list(_ARGUMENTS)
-        self._function = function = load_user_object(path, _FIELD, RewardError, name)
-        try:
-            inspect.signature(function).bind(**dict.fromkeys(self._names), **kwargs)
+        self._function = function = load_user_object(path, f"{field}.path", RewardError, name)
+        signature = inspect.signature(function)
+        self._is_trl = "completions" in signature.parameters
+        self.batched = batched or self._is_trl
+        names = _SCORERS_ARGUMENTS if "response" in signature.parameters else _ARGUMENTS
+        names = tuple(f"{name}s" for name in names) if batched else names
+        self._names = ("completions", "prompts") if self._is_trl else names
+        kinds = [each.kind for each in signature.parameters.values()]
+        self._accepts = None if inspect.Parameter.VAR_KEYWORD in kinds else {*signature.parameters}
+        """Names of its parameters; None where it takes any."""
+        passed = [name for name in self._names if self._accepts is None or name in self._accepts]
+        try:  # which columns there are is known with the rows alone
+            bind = signature.bind_partial if self._is_trl else signature.bind
+            bind(**dict.fromkeys(passed), **kwargs)
+            if not {"completions", names[1]} & {*passed}:
+                raise TypeError(f"it takes no {names[1]}")
         except TypeError as error:
             raise RewardError(
-                f"{_FIELD} {path}: {name}{inspect.signature(function)} cannot be called with "
+                f"{field}.path {path}: {name}{signature} cannot be called with "
                 f"{', '.join([*self._names, *kwargs])} ({error}); change its arguments, or "
-                "reward.function.kwargs"
+                f"{field}.kwargs"
             ) from error
         called = getattr(function, "__call__", None)  # noqa: B004  an object's own
         self.is_async = any(map(inspect.iscoroutinefunction, (function, called)))
@@ -160,9 +186,21 @@ class UserScorer:
 
         Its result may be something to await, and it may raise anything.
         """
-        rows = [(*each[:3], dict(each[3].get("extra_info") or {})) for each in batch]
-        values = [list(column) for column in zip(*rows, strict=True)] if self.batched else rows[0]
-        return self._function(**dict(zip(self._names, values, strict=True)), **self._kwargs)
+        if self._is_trl:
+            arguments = _trl_arguments(batch)
+        else:
+            wants_columns = self._names == _SCORERS_ARGUMENTS
+            infos = [row if wants_columns else row.get("extra_info") or {} for *_, row in batch]
+            rows = [(*each[:3], dict(info)) for each, info in zip(batch, infos, strict=True)]
+            lists = [list(column) for column in zip(*rows, strict=True)]
+            values = lists if self.batched else rows[0]
+            arguments = dict(zip(self._names, values, strict=True))
+        passed = {
+            name: value
+            for name, value in arguments.items()
+            if self._accepts is None or name in self._accepts
+        }
+        return self._function(**passed, **self._kwargs)
 
     def read(self, raw: Any, count: int) -> list[Outcome]:
         """Return the scores in what a call returned; what is no score in a list fails alone.
@@ -180,10 +218,24 @@ class UserScorer:
         return [self._parse_one(part) for part in parts]
 
     def _parse_one(self, part: Any) -> Outcome:
+        if part is None and self._is_trl:
+            return Score(0.0, 0.0, has_accuracy=False)
         try:
             return check_score(parse_result(part))
         except Exception as error:  # of an object that the user's function made
             return make_failure(error, self.file)
+
+
+def _trl_arguments(batch: Sequence[Arguments]) -> dict[str, list[Any]]:
+    """Return answers as TRL passes them: completions, prompts, and each column of their rows."""
+    rows = [{"data_source": of, "ground_truth": truth, **row} for of, _, truth, row in batch]
+    prompts = [row.pop("prompt") for row in rows]
+    completions: list[Any] = [text for _, text, _, _ in batch]
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, str):
+            completions[index] = [{"role": "assistant", "content": completions[index]}]
+    columns = {name: [row.get(name) for row in rows] for name in rows[0]}
+    return {"completions": completions, "prompts": prompts, **columns}
 
 
 def score_by_rule(scorer: Scorer, arguments: Arguments) -> Outcome:
@@ -233,6 +285,8 @@ def parse_result(result: Any) -> Score:
     Raises:
         TypeError, ValueError: there is none.
     """
+    if isinstance(result, Score):  # the reward that learning sees is made of parts
+        return result if result.parts else replace(result, parts={"task": result.reward})
     rest: dict[str, Any] = {}
     if isinstance(result, Mapping):
         rest = {str(key): value for key, value in result.items()}

@@ -72,14 +72,13 @@ class ScorerRuntime:
 
     Args:
         function: arguments of `UserScorer`; None: the built-in scorers.
-        batched: the function takes many answers in a call.
 
     Raises:
         RewardError: the user's file cannot be used.
     """
 
-    def __init__(self, function: tuple[str, str, dict[str, Any]] | None, batched: bool) -> None:
-        self._user = UserScorer(*function, batched) if function else None
+    def __init__(self, function: tuple[str, str, dict[str, Any], bool, str] | None) -> None:
+        self._user = UserScorer(*function) if function else None
         self.is_async = self._user is not None and self._user.is_async
 
     def call_without_loop(self, items: Sequence[ScoreItem]) -> Sequence[Outcome] | Failure:

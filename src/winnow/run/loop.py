@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from winnow.learning.canary import Canary, CanaryScores
 
 Mode = Literal["sync", "one_step_off", "async"]
+OnStep = Callable[[int, Mapping[str, Number]], None]
 Publish = Callable[[int], Awaitable[Mapping[str, Number]]]
 """Publishes the weights of a version to the engine; returns metrics of that."""
 
@@ -210,6 +211,8 @@ class BaseRun:
     notes: tuple[str, ...] = ()
     """Lines for the user before the first step."""
     profiler: StepProfiler | None = None
+    on_step: OnStep = lambda step, record: None
+    """Called with the record of a step when all of it is done."""
 
     @cached_property
     def watch(self) -> Stopwatch:
@@ -424,12 +427,14 @@ async def _evaluate_log_save(
             sampling.resume()
     times = run.watch.lap()
     work = {**run.throughput.figures(tokens, times), **run.scoring_figures(), **run.data_figures()}
-    run.sinks.log(step, {**record, **figures, **times, **sampling.overlap_figures(times), **work})
+    record = {**record, **figures, **times, **sampling.overlap_figures(times), **work}
+    run.sinks.log(step, record)
     with run.watch.phase("checkpoint"):
         await sampling.update_ledger()
         run.record_boundary(step, None, figures, sampling.overrides)
         if run.is_due(run.save_every, step):
             await sampling.save()
+    run.on_step(step, record)
 
 
 # What the end of a step does with sampling

@@ -155,8 +155,11 @@ class ShutdownSignal:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals within the block; ignored ones (nohup) stay ignored."""
-        before = {number: signal.signal(number, self._handle) for number in stop_signals()}
+        """Handle the signals within the block; ignored ones (nohup) stay ignored, and only the
+        main thread of a process gets any."""
+        is_main = threading.current_thread() is threading.main_thread()
+        numbers = stop_signals() if is_main else []
+        before = {number: signal.signal(number, self._handle) for number in numbers}
         try:
             yield
         finally:
@@ -180,7 +183,7 @@ class ShutdownSignal:
         def watch() -> None:
             while not over.wait(_HEARTBEAT_S):
                 if end.is_near():
-                    self._request_stop(signal.SIGTERM, end.reason)
+                    self.request_stop(signal.SIGTERM, end.reason)
                     return
 
         if end.at_s == math.inf:
@@ -203,7 +206,7 @@ class ShutdownSignal:
             Stopped: on a request, or before the machine's end.
         """
         if self._signal is None and self._end is not None and self._end.is_near(before_step=True):
-            self._request_stop(signal.SIGTERM, self._end.reason)
+            self.request_stop(signal.SIGTERM, self._end.reason)
         self._raise_if_requested()
 
     def _raise_if_requested(self) -> None:
@@ -255,9 +258,9 @@ class ShutdownSignal:
             # Not through the console: a handler may interrupt it halfway through a line.
             with contextlib.suppress(OSError):
                 os.write(2, line.encode())
-        self._request_stop(number)
+        self.request_stop(number)
 
-    def _request_stop(self, number: int, reason: str = "") -> None:
+    def request_stop(self, number: int, reason: str = "") -> None:
         """Record a request, and cancel what is interruptible; thread-safe."""
         self._reason, self._signal = reason, number
         if (task := self._task) is not None:

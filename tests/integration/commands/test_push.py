@@ -76,7 +76,7 @@ def test_a_push_that_breaks_off_says_how_to_go_on_and_a_taken_folder_makes_no_re
 def test_a_card_names_data_on_the_hub_in_full_and_local_files_without_their_folder() -> None:
     files = "data.train_files=[hf://datasets/openai/gsm8k/main/train, /home/me/own.jsonl]"
     config = load_recipe("gsm8k", ["model.path=/home/me/base", files])
-    card = model_card(config, 3, [])
+    card = model_card(config, 3, [], Path("none"))
     assert "| training data | hf://datasets/openai/gsm8k/main/train, own.jsonl |" in card
     assert "/home/me" not in card
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,3 +223,37 @@ def test_figures_are_of_all_twins_and_start_anew(make: Make) -> None:
         "scoring/answers": 0,
         "scoring/failed": 0,
     }
+
+
+PARTS = """
+import os
+
+def length(solution_str):
+    return len(solution_str)
+
+async def odd(completions, **columns):
+    if completions == ["#die"]:
+        os._exit(3)
+    return [None if text == "#1359" else -2 for text in completions]
+"""
+
+
+def test_functions_of_ones_own_are_parts_each_in_its_workers(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PARTS)
+    file = str(tmp_path / "mine.py")
+    parts = {
+        "length": PartConfig(path=file, name="length", weight=0.5, in_evaluation=True),
+        "odd": PartConfig(path=file, name="odd", weight=10),
+    }
+    with closing(service(parts=parts, workers=1)) as one:
+        assert one.takes_time(["sort_digits"])
+        right, wrong, dead = ask(one, ["#1359", "#1", "#die"])
+        assert (right.parts, right.reward) == ({"task": 1.0, "length": 5.0}, 1.0 + 2.5)
+        assert wrong.parts == {"task": -1.0, "length": 2.0, "odd": -2.0}
+        assert wrong.reward == -1.0 + 1.0 - 20.0
+        assert dead.parts == {"task": -1.0, "length": -1.0, "odd": -1.0}
+        assert dead.error == "the part odd: the scorer's process ended with exit code 3"
+        (held_out,) = ask(one, ["#1359"], training=False)
+        assert list(held_out.parts) == ["task", "length"]
+    with pytest.raises(RewardError, match=r"reward\.parts\.odd\.path .*mine\.py has no callable"):
+        service(parts={**parts, "odd": PartConfig(path=file, name="even")})

@@ -53,6 +53,7 @@ def test_a_row_in_verls_schema_is_read_and_its_other_columns_kept(write_jsonl: W
         "extra_info": {"index": 0, "split": "train"},
         "difficulty": 3,
         "reward_model": {"style": "rule"},
+        "prompt": ROW["prompt"],
     }
 
 

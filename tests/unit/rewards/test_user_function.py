@@ -116,3 +116,78 @@ def test_a_function_with_other_arguments_is_refused(
         f"with {', '.join([SIGNATURE, *kwargs])} ({reason}); change its arguments, or "
         "reward.function.kwargs"
     )
+
+
+ROW = {"prompt": "1+1=", "answer": "2", "extra_info": {"index": 3}}
+TALK = {**ROW, "prompt": [{"role": "user", "content": "1+1="}]}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "row", "passed"),
+    [
+        ("solution_str", ROW, ("text",)),
+        ("ground_truth, solution_str", ROW, ("gold", "text")),
+        ("response, extra", ROW, ("text", ROW)),
+        ("completions", ROW, (["text"],)),
+        ("completions, prompts, answer", ROW, (["text"], ["1+1="], ["2"])),
+        ("prompts, completions", TALK,
+         ([TALK["prompt"]], [[{"role": "assistant", "content": "text"}]])),
+        ("completions, data_source, ground_truth", ROW, (["text"], ["src"], ["gold"])),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_the_parameters_tell_the_signature_of_verl_of_scorers_and_of_trl(
+    kind: str, parameters: str, row: dict[str, Any], passed: tuple[Any, ...], tmp_path: Path
+) -> None:
+    result = "[0.5]" if "completions" in parameters else "0.5"
+    code = f"SEEN = []\n{kind} f({parameters}):\n    SEEN.append(({parameters},))\n"
+    user = scorer(tmp_path, f"{code}    return {result}\n", name="f")
+    assert scored(user, "src", "text", "gold", row).reward == 0.5
+    assert user._function.__globals__["SEEN"] == [passed]
+
+
+def test_a_function_of_trl_gets_all_columns_and_may_give_no_reward(tmp_path: Path) -> None:
+    code = (
+        "def f(completions, prompts, **columns):\n"
+        "    assert list(columns) == ['data_source', 'ground_truth', 'answer', 'extra_info']\n"
+        "    return [None if text == 'text' else 1 for text in completions]\n"
+    )
+    user = scorer(tmp_path, code, name="f")
+    none, one = scored(user, "s", "text", "g", ROW), scored(user, "s", "other", "g", ROW)
+    assert (none.reward, none.parts, none.has_accuracy) == (0.0, {}, False)
+    assert (one.reward, one.parts, one.accuracy) == (1.0, {"task": 1.0}, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("result", "line"),
+    [
+        ("0.5", "TypeError: the function must return a list of scores, got float"),
+        ("[1, 2]", "ValueError: the function returned 2 scores for 1 answers"),
+        ("[None, solution]", "TypeError: f() missing 1 required positional argument: 'solution'"),
+    ],
+)
+def test_a_function_of_trl_with_another_result_or_column_fails(
+    result: str, line: str, tmp_path: Path
+) -> None:
+    parameters = "completions, solution" if "solution" in result else "completions"
+    user = scorer(tmp_path, f"def f({parameters}):\n    return {result}\n", name="f")
+    failed = asyncio.run(score_by_call(user, [("s", "t", "g", ROW)]))
+    assert isinstance(failed, Failure)
+    assert failed.line.startswith(line)
+
+
+def test_a_score_of_a_scorers_signature_is_taken_as_it_is(tmp_path: Path) -> None:
+    code = (
+        "from winnow.types import Score\n"
+        "def f(response):\n    return Score(0.25, 1.0, extra={'pred': response})\n"
+    )
+    score = scored(scorer(tmp_path, code, name="f"), "s", "t", "g", ROW)
+    assert (score.parts, score.accuracy, score.extra) == ({"task": 0.25}, 1.0, {"pred": "t"})
+
+
+def test_a_function_that_takes_no_answer_is_refused(tmp_path: Path) -> None:
+    message = error_of(tmp_path, "def f(ground_truth): ...\n", name="f", field="reward.parts.x")
+    assert message == (
+        f"reward.parts.x.path {tmp_path}/reward.py: f(ground_truth) cannot be called with "
+        f"{SIGNATURE} (it takes no solution_str); change its arguments, or reward.parts.x.kwargs"
+    )
