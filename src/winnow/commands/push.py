@@ -79,13 +79,16 @@ class HubTarget:
             raise WinnowError(f"--push {self.repo}: {_reason(error)}; {state}") from error
 
 
-def model_card(config: Config, step: int, records: Sequence[Record]) -> str:
+def model_card(
+    config: Config, step: int, records: Sequence[Record], quantized: str | None = None
+) -> str:
     """Write a model card: settings, data, and held-out metrics before and after.
 
     Local paths are cut to their names.
 
     Args:
         records: the run's lines of figures, in order.
+        quantized: the types that the weights at the start were dequantised from.
     """
     imitates = config.sft.name != "none"
     base = config.model.path or "a model made by the recipe"
@@ -98,10 +101,11 @@ def model_card(config: Config, step: int, records: Sequence[Record]) -> str:
     held_out = [_public_name(file) for file in config.data.eval_files]
     method = "imitation of demonstrations" if imitates else "reinforcement learning by rewards"
     shown = base if is_on_hub else PurePosixPath(base).name
+    start = f"{shown} (weights dequantised from {quantized})" if quantized else shown
     lines = [
         f"---\n{to_yaml(head)}---\n\n# {shown}, trained with winnow\n",
         f"Step {step} of {config.trainer.steps}, by {method} (winnow {__version__}).\n",
-        f"| Setting | |\n|---|---|\n| start | {shown} |\n| training data | {', '.join(data)} |",
+        f"| Setting | |\n|---|---|\n| start | {start} |\n| training data | {', '.join(data)} |",
     ]
     lines += [f"| held-out data | {', '.join(held_out)} |"] if held_out else []
     for key in (*(_OF_SFT if imitates else _SETTINGS), *_OF_BOTH):
