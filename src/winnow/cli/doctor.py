@@ -40,6 +40,7 @@ _PURPOSE = {
     "peft": "LoRA",
     "megatron": "trainer/strategy=megatron on GPUs",
     "reasoning-gym": "procedural tasks",
+    "gguf": "model.path=FILE.gguf, winnow train smollm2",
     "vllm": "rollout/engine=vllm on GPUs",
     **{name: f"observe.trackers=[{name}]" for name in get_args(TrackerName)},
 }

@@ -79,6 +79,7 @@ from winnow.evaluation.report import (
 from winnow.http.client import RemoteError
 from winnow.models.fetch import is_remote, may_be_hub_name
 from winnow.models.folders import ADAPTER_CONFIG
+from winnow.models.gguf import DEQUANTISED
 from winnow.observe.files import RunFolder, explain_disk_errors, unused_path, write_atomic
 from winnow.ranks.models import LoadedPolicy, load_policy
 from winnow.rewards.routing import Router
@@ -173,9 +174,10 @@ def run_evaluation(
 
 def _evaluate(setup: EvalSetup, console: Console, stop: ShutdownSignal) -> Report:
     began = time.monotonic()
-    evaluated, evaluator = _generate_answers(setup, console, stop)
+    evaluated, evaluator, policy = _generate_answers(setup, console, stop)
     report = Report.from_result(evaluated)
     about = _report_header(setup, evaluator, time.monotonic() - began)
+    about |= {DEQUANTISED: types} if (types := policy.dequantised_from) else {}
     write_atomic(setup.report, report.as_json(about))
     print_report(
         report,
@@ -195,7 +197,7 @@ def _evaluate(setup: EvalSetup, console: Console, stop: ShutdownSignal) -> Repor
 
 def _generate_answers(
     setup: EvalSetup, console: Console, stop: ShutdownSignal
-) -> tuple[EvalResult, Evaluator]:
+) -> tuple[EvalResult, Evaluator, LoadedPolicy]:
     config = setup.config
     section, roles = config.rollout.engine, Roles(config)
     check_engine_installed(config.cluster, section, config.reward.judge)
@@ -231,7 +233,9 @@ def _generate_answers(
         how.append(f"temperature {sampling.temperature:g}")
         how += [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
         how += [f"top_k {sampling.top_k}"] if sampling.top_k else []
-        heading = f"{setup.title}: {', '.join(how)}, at most {longest:,} tokens"
+        how.append(f"at most {longest:,} tokens")
+        how += [f"weights dequantised from {types}"] if (types := policy.dequantised_from) else []
+        heading = f"{setup.title}: {', '.join(how)}"
         console.print(Text(heading, style="bold"), soft_wrap=True)
         for line in (setup.note, *(f"Data: {line}" for line in held_out.layouts)):
             if line:
@@ -249,7 +253,7 @@ def _generate_answers(
             finally:
                 await conversing.close()
 
-        return stop.run(ask()), evaluator
+        return stop.run(ask()), evaluator, policy
 
 
 def _holds_no_weights(engine: Section, adapter: Section) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from winnow.config.load import load_recipe
 from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import ConfigError, WinnowError
 from winnow.models.causal_lm import save_model
+from winnow.models.gguf import DEQUANTISED
 from winnow.models.lora import adapter_base, merge
 from winnow.observe.files import RunFolder, atomic_folder
 from winnow.observe.jsonl import read_metrics
@@ -68,6 +70,8 @@ def run_export(
         raise WinnowError(f"cannot write {target}: {error}; choose another folder") from error
     if hub is None:
         return str(path)
+    shape = path / "config.json"  # which an adapter's folder lacks
+    quantized = json.loads(shape.read_bytes()).get(DEQUANTISED) if shape.is_file() else None
     records, step = read_metrics(folder.metrics), checkpoint.step
-    card = model_card(load_recipe(recipe), step, records, folder.evaluations)
+    card = model_card(load_recipe(recipe), step, records, folder.evaluations, quantized)
     return hub.upload(path, card)

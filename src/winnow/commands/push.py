@@ -83,7 +83,13 @@ class HubTarget:
             raise WinnowError(f"--push {self.repo}: {_reason(error)}; {state}") from error
 
 
-def model_card(config: Config, step: int, records: Sequence[Record], evaluations: Path) -> str:
+def model_card(
+    config: Config,
+    step: int,
+    records: Sequence[Record],
+    evaluations: Path,
+    quantized: str | None = None,
+) -> str:
     """Write a model card: settings, data, versions, and held-out metrics before and after.
 
     Local paths are cut to their names.
@@ -91,6 +97,7 @@ def model_card(config: Config, step: int, records: Sequence[Record], evaluations
     Args:
         records: the run's lines of figures, in order.
         evaluations: folder of the run's held-out answers.
+        quantized: the types that the weights at the start were dequantised from.
     """
     imitates = config.sft.name != "none"
     base = config.model.path or "a model made by the recipe"
@@ -103,10 +110,11 @@ def model_card(config: Config, step: int, records: Sequence[Record], evaluations
     held_out = [_public_name(file) for file in config.data.eval_files]
     method = "imitation of demonstrations" if imitates else "reinforcement learning by rewards"
     shown = base if is_on_hub else PurePosixPath(base).name
+    start = f"{shown} (weights dequantised from {quantized})" if quantized else shown
     lines = [
         f"---\n{to_yaml(head)}---\n\n# {shown}, trained with winnow\n",
         f"Step {step} of {config.trainer.steps}, by {method} (winnow {__version__}).\n",
-        f"| Setting | |\n|---|---|\n| start | {shown} |\n| training data | {', '.join(data)} |",
+        f"| Setting | |\n|---|---|\n| start | {start} |\n| training data | {', '.join(data)} |",
     ]
     lines += [f"| held-out data | {', '.join(held_out)} |"] if held_out else []
     functions = config.reward.functions().values()

@@ -66,6 +66,18 @@ class ShapesTask(Section):
     """Held-out problems for evaluation, always the same ones first."""
 
 
+class ArithmeticTask(Section):
+    """Sums and products of numbers of one and two digits, asked in a sentence; for models that
+    know English.
+
+    A tenth of the pairs of numbers is held out for evaluation, in both orders and for both.
+    """
+
+    name: Literal["arithmetic"] = "arithmetic"
+    eval_problems: Annotated[int, Change.ON_RESUME] = Field(200, ge=1)
+    """Held-out problems for evaluation, always the same ones first."""
+
+
 class ReasoningGymTask(Section):
     """A task of reasoning-gym (`pip install 'winnow-rl[reasoning-gym]'`); endless, judged by
     reasoning-gym itself.
@@ -97,7 +109,14 @@ class CustomTask(UserCode):
 
 
 Task = Annotated[
-    NoTask | SortDigitsTask | CalcTask | ShapesTask | ReasoningGymTask | EpisodesTask | CustomTask,
+    NoTask
+    | SortDigitsTask
+    | CalcTask
+    | ShapesTask
+    | ArithmeticTask
+    | ReasoningGymTask
+    | EpisodesTask
+    | CustomTask,
     Field(discriminator="name"),
 ]
 

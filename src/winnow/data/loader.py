@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from winnow.config.data import (
+    ArithmeticTask,
     CalcTask,
     CustomTask,
     DataConfig,
@@ -159,6 +160,10 @@ def make_task_rows(config: DataConfig, seed: int) -> TaskRows | None:
         from winnow.data.shapes import ShapesRows
 
         return ShapesRows(task, seed)
+    if isinstance(task, ArithmeticTask):
+        from winnow.data.arithmetic import ArithmeticRows
+
+        return ArithmeticRows(task, seed)
     if isinstance(task, ReasoningGymTask):
         from winnow.data.reasoning_gym import ReasoningGymRows
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from winnow.config.data import CalcTask, ShapesTask, SortDigitsTask
+from winnow.config.data import ArithmeticTask, CalcTask, ShapesTask, SortDigitsTask
 from winnow.config.model import DemonstrationConfig
 from winnow.data.sources import Row
 from winnow.data.tokenizer import make_tokenizer
@@ -39,7 +39,7 @@ MARKS = ":|;#?"
 RESERVED = "abcdefghijk"
 VOCABULARY = (PAD, EOS, UNKNOWN, *DIGITS, *MARKS, *RESERVED)
 PAD_ID, EOS_ID, UNKNOWN_ID = 0, 1, 2
-Task = TypeVar("Task", SortDigitsTask, CalcTask, ShapesTask)
+Task = TypeVar("Task", SortDigitsTask, CalcTask, ShapesTask, ArithmeticTask)
 _IDS = {token: i for i, token in enumerate(VOCABULARY)}
 
 
@@ -76,19 +76,19 @@ def solution(digits: str) -> str:
 class GeneratedRows(ABC, Generic[Task]):
     """The problems of a seed, `TaskRows`. A training row depends on its index alone.
 
-    Problems whose crc32 modulo 10 is 0 are held out for evaluation and never trained on.
+    Problems that `is_held_out` are for evaluation and never trained on.
     """
 
     size = None
     digest_bytes = 16
 
-    def __init__(self, task: Task, seed: int, source: str, settings: str, limit: str) -> None:
+    def __init__(self, task: Task, seed: int, source: str, settings: str, limit: str = "") -> None:
         """Name the problems.
 
         Args:
             source: data source of the rows.
             settings: the problems that the task makes, for the user.
-            limit: field of the task of which a higher value gives more problems.
+            limit: field of the task of which a higher value gives more problems, if any does.
         """
         self.task: Task = task
         self._seed, self._source, self._settings, self._limit = seed, source, settings, limit
@@ -107,16 +107,20 @@ class GeneratedRows(ABC, Generic[Task]):
     def describe(self, problem: str) -> tuple[str, str, dict[str, Any]]:
         """Return how a problem is asked, its ground truth, and further fields of its row."""
 
+    def is_held_out(self, problem: str) -> bool:
+        """Return whether a problem is kept for evaluation: a tenth of them are."""
+        return is_held_out(problem)
+
     def training_problems(self, key: str) -> Iterator[str]:
         """Yield random problems that are not held out."""
-        return (problem for problem in self._problems(key) if not is_held_out(problem))
+        return (problem for problem in self._problems(key) if not self.is_held_out(problem))
 
     def candidates(self, index: int) -> Iterator[Row]:
         yield self._make_row(next(self.training_problems(f"{self._seed}/{index}")))
 
     def candidates_of(self, uid: str) -> Iterator[Row]:
         problem = uid.removeprefix(f"{self._source}:")
-        if problem == uid or not self.is_problem(problem) or is_held_out(problem):
+        if problem == uid or not self.is_problem(problem) or self.is_held_out(problem):
             raise KeyError(uid)
         return iter([self._make_row(problem)])
 
@@ -128,13 +132,14 @@ class GeneratedRows(ABC, Generic[Task]):
         """
         count, problems = self.task.eval_problems, dict[str, None]()
         for problem in itertools.islice(self._problems("evaluation"), 20_000 + 200 * count):
-            if is_held_out(problem):
+            if self.is_held_out(problem):
                 problems[problem] = None
             if len(problems) == count:
                 return [self._make_row(each) for each in problems]
+        more = self._limit and f", or raise data.task.{self._limit}"
         raise DataError(
             f"data.task.eval_problems is {count}, but {self._settings} give only about "
-            f"{len(problems)} held-out problems; lower it, or raise data.task.{self._limit}"
+            f"{len(problems)} held-out problems; lower it{more}"
         )
 
     def _problems(self, key: str) -> Iterator[str]:

@@ -50,6 +50,9 @@ class EvalResult:
             for figure, estimate in summary.figures.items():
                 metrics.last(f"{name}/{figure}", estimate.mean)
             metrics.last(f"{name}/avg@{summary.answers}_se", summary.average.standard_error)
+            if summary.ended is not None:
+                metrics.last(f"{name}/avg_ended", summary.ended.mean)
+                metrics.last(f"{name}/avg_ended_se", summary.ended.standard_error)
             metrics.last(f"{name}/prompts", len(summary.prompts))
             if summary.greedy is not None:
                 metrics.last(f"{name}/greedy", summary.greedy.mean)

@@ -77,6 +77,7 @@ def _source_json(source: SourceFigures) -> dict[str, Any]:
         "answers": source.answers,
         **{name: _estimate_json(value) for name, value in source.figures.items() if name != spread},
         spread: source.figures[spread].mean,
+        **({"avg_ended": _estimate_json(source.ended)} if source.ended else {}),
         **({"greedy": _estimate_json(source.greedy)} if source.greedy else {}),
         "truncated": _estimate_json(source.truncated),
         "tokens": {"mean": source.tokens.mean, "standard_error": _error_or_none(source.tokens)},
@@ -130,7 +131,9 @@ def _average_table(rows: Mapping[str, SourceFigures]) -> Table:
     counts = {source.answers for source in rows.values()}
     name = f"avg@{counts.pop()}" if len(counts) == 1 else "avg@N"
     greedy = ["greedy"] if any(source.greedy for source in rows.values()) else []
-    table = figure_table("problems", name, "95 %", *greedy, "cut off", "tokens")
+    has_cuts = any(source.truncated.mean for source in rows.values())
+    ended = ["of those that ended"] if has_cuts else []
+    table = figure_table("problems", name, "95 %", *greedy, "cut off", *ended, "tokens")
     for label, source in rows.items():
         best = [percent(source.greedy.mean if source.greedy else None, 1)] if greedy else []
         low, high = source.average.interval
@@ -141,6 +144,7 @@ def _average_table(rows: Mapping[str, SourceFigures]) -> Table:
             f"{100 * low:.1f} .. {100 * high:.1f}",
             *best,
             percent(source.truncated.mean, 1),
+            *([percent(source.ended.mean if source.ended else None, 1)] if ended else []),
             number(source.tokens.mean, 1),
         )
     return table

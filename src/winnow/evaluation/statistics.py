@@ -7,6 +7,7 @@ that a scorer may give part marks.
 | name | for one prompt, c right answers of N |
 |---|---|
 | avg@N | mean accuracy |
+| avg_ended | mean accuracy of the answers that ended before the limit |
 | std@N | standard deviation of the accuracies (population: divided by N) |
 | pass@k | 1 - C(N-c, k) / C(N, k): the chance that k of the N, drawn at once, hold a right one |
 | maj@k | the accuracy of the most frequent parsed answer among k of the N, over all draws at once |
@@ -15,7 +16,9 @@ pass@k is eq. 1 of Chen et al. 2021 (arXiv 2107.03374). maj@k averages over the 
 of k different answers, so that maj@1 is avg@N and maj@N is what the vote of all says.
 
 Standard errors are taken over the means of prompts, because answers to one prompt are not
-independent of each other: clustering by prompt, Miller 2024 (arXiv 2411.00640), section 2.2.
+independent of each other: clustering by prompt, Miller 2024 (arXiv 2411.00640), section 2.2. The
+mean avg_ended is over all answers that ended, a ratio of two sums over prompts, whose error is
+that of its linear part (Cochran 1977, Sampling Techniques, section 2.11).
 """
 
 from __future__ import annotations
@@ -222,6 +225,19 @@ def mean_of(per_prompt: ArrayLike) -> Estimate:
     return Estimate(float(values.mean()), error, values.size)
 
 
+def ratio_of(sums: ArrayLike, counts: ArrayLike) -> Estimate | None:
+    """Divide the total of sums by that of counts, each [P] of a prompt; None if nothing counts.
+
+    Example: `ratio_of([1, 0], [1, 3])` is 0.25 with the standard error 0.375.
+    """
+    total, size = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
+    if not size.any():
+        return None
+    ratio = float(total.sum() / size.sum())
+    residuals = mean_of((total - ratio * size) / size.mean())
+    return Estimate(ratio, residuals.standard_error, residuals.prompts)
+
+
 def default_ks(n: int) -> tuple[int, ...]:
     """List the powers of two up to N, and N itself."""
     powers = [2**i for i in range(n.bit_length()) if 2**i <= n]
@@ -279,6 +295,15 @@ class SourceFigures:
     def truncated(self) -> Estimate:
         """The share of answers that the limit ended."""
         return mean_of([np.mean(prompt.truncated) for prompt in self.prompts])
+
+    @property
+    def ended(self) -> Estimate | None:
+        """The mean accuracy of answers that the limit did not end; None where it ended all."""
+        ended = [
+            [each for each, cut in zip(p.accuracies, p.truncated, strict=True) if not cut]
+            for p in self.prompts
+        ]
+        return ratio_of([sum(each) for each in ended], [len(each) for each in ended])
 
     @property
     def tokens(self) -> Estimate:

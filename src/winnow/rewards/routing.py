@@ -18,6 +18,7 @@ _SOURCES: Mapping[str, str] = {
     "sort_digits": "sort_digits",
     "calc": "calc shapes",
     "gsm8k": "gsm8k openai/gsm8k",
+    "gsm8k_flexible": "arithmetic",
     # Asked for, trained and published by the line `Answer:`.
     "dapo_math": "math_dapo* dapo_math* dapo-math* dapo-17k* aime*",
     "math_verify": """

@@ -167,6 +167,8 @@ def _accuracy_table(source: str, before: Evaluation | None, after: Evaluation | 
         k = next((getattr(e, kind)[0] for e in present if getattr(e, kind)), 0)
         row(f"{label} in {k}", lambda e, kind=kind: (getattr(e, kind) or (0, None))[1])  # type: ignore[misc]
     row("cut off at the limit", lambda e: e.truncated)
+    if any(evaluation.truncated for evaluation in present):
+        row("right of those that ended", lambda e: e.avg_ended)
     row("length of an answer", lambda e: e.length, is_share=False)
     return spaced(table)
 

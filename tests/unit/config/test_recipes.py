@@ -184,7 +184,8 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 """What differs from the quickstart, key by key; keys that only one variant has are left out."""
 OTHERS = {
-    *("quickstart", "quickstart-tools", "quickstart-images", "dapo-math", "gsm8k", "sft"),
+    *("quickstart", "quickstart-tools", "quickstart-images"),
+    *("smollm2", "dapo-math", "gsm8k", "sft"),
 }
 """Recipes that are neither variants of the quickstart nor published."""
 REAL = sorted(

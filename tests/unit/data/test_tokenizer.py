@@ -27,13 +27,6 @@ def test_a_missing_folder_is_refused_without_asking_a_hub(path: str) -> None:
     )
 
 
-def test_llama_cpps_format_is_named() -> None:
-    assert error_of("/models/tiny-Q4.gguf") == (
-        "model.path /models/tiny-Q4.gguf: GGUF is the format of llama.cpp, which cannot be "
-        "trained; give the Hugging Face folder that it was converted from"
-    )
-
-
 def test_code_that_comes_with_a_folder_asks_for_the_key_that_runs_it(tmp_path: Path) -> None:
     own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     own["AutoTokenizer"] = "own.OwnTokenizer"
