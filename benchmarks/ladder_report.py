@@ -292,7 +292,7 @@ def _results_of_parts(results: Results) -> list[str]:
 
 def at_equal_steps(run: Mapping[str, Any]) -> float:
     """Mean pass@1 of a run's last evaluations."""
-    return statistics.mean(value for _, value in run["curve"][-WINDOW:])
+    return float(statistics.mean(value for _, value in run["curve"][-WINDOW:]))
 
 
 def at_equal_tokens_of(run: Mapping[str, Any], other: Mapping[str, Any]) -> float:
