@@ -4,7 +4,7 @@
         [--runs DIR] [--out benchmarks/results/ladder.md] [--plot docs/ladder.png]
         [--docs docs/algorithms.md] [--only-report]
     python benchmarks/ladder.py --parts digits smollm2 --runs DIR
-        [--out benchmarks/results/ladder_parts.md] [--only-report]
+        [--out benchmarks/results/ladder_parts.md] [--plot docs/ladder_parts.png] [--only-report]
 
 Trains each shipped small recipe, and each rung of the ladder (GRPO, then cumulatively overlong
 filtering, clip-higher, soft overlong penalty, token-level loss, dynamic sampling), in a process of
@@ -40,6 +40,7 @@ from ladder_report import (
     Plan,
     Results,
     draw,
+    draw_parts,
     parts_report,
     put_between_marks,
     report,
@@ -181,7 +182,7 @@ def main() -> None:
     parser.add_argument("--no-ladder", action="store_true", help="Only the families.")
     parser.add_argument("--runs", type=Path, help="Keep the runs here, and go on with those there.")
     parser.add_argument("--out", type=Path, help="Write the tables to this Markdown file.")
-    parser.add_argument("--plot", type=Path, help="Draw the ladder into this PNG.")
+    parser.add_argument("--plot", type=Path, help="Draw the ladder, or parts, into a PNG.")
     parser.add_argument("--docs", type=Path, help="Put the short tables into this page.")
     parser.add_argument("--only-report", action="store_true", help="Of what is in --runs already.")
     parser.add_argument("--parts", nargs="+", choices=PLANS, help="DAPO without each part.")
@@ -227,6 +228,8 @@ def write_parts(args: argparse.Namespace, runs: Path) -> None:
             pages[task][job.name] = {seed: run for seed, run in known.items() if run is not None}
     if args.out is not None:
         args.out.write_text(parts_report(pages))
+    if args.plot is not None:
+        draw_parts(pages, args.plot)
 
 
 def write(results: Results, args: argparse.Namespace) -> None:

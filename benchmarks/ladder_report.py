@@ -245,7 +245,8 @@ def parts_report(pages: Mapping[str, Results]) -> str:
         settings = " ".join([plan.recipe, *plan.settings, f"trainer.steps={plan.steps}"])
         lines = [f"- {base}: `winnow train {settings}`"]
         lines += [f"- {arm}: `{plan.arms[arm]}`" for arm in others]
-        seeds = [n for n in plan.seeds if all(n in results.get(arm, {}) for arm in plan.arms)]
+        paired = complete(plan, results)
+        seeds = list(paired[base])
         runs = sum(len(results.get(arm, {})) for arm in plan.arms)
         parts += [
             f"## {task}",
@@ -255,8 +256,14 @@ def parts_report(pages: Mapping[str, Results]) -> str:
             f"arms: {len(seeds)} of {len(plan.seeds)} seeds ({', '.join(map(str, seeds)) or '-'}).",
         ]
         if seeds:
-            parts += _results_of_parts({a: {n: results[a][n] for n in seeds} for a in plan.arms})
+            parts += _results_of_parts(paired)
     return "\n\n".join(parts) + "\n"
+
+
+def complete(plan: Plan, results: Results) -> Results:
+    """The runs of those seeds that all arms of a plan have."""
+    seeds = [n for n in plan.seeds if all(n in results.get(arm, {}) for arm in plan.arms)]
+    return {arm: {seed: results[arm][seed] for seed in seeds} for arm in plan.arms}
 
 
 def _results_of_parts(results: Results) -> list[str]:
@@ -297,11 +304,15 @@ def at_equal_steps(run: Mapping[str, Any]) -> float:
 
 def at_equal_tokens_of(run: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """Mean pass@1 of a run as if both runs had ended with the tokens of the shorter one."""
+    end, last = min(run["tokens"], other["tokens"]), run["curve"][-1][0]
+    places = [end * step / last for step, _ in run["curve"][-WINDOW:]]
+    return float(_by_tokens(run, places).mean())
+
+
+def _by_tokens(run: Mapping[str, Any], tokens: Any) -> Any:
+    """A run's pass@1 where so many tokens were generated, on straight lines."""
     steps, values = zip(*run["curve"], strict=True)
-    spent = np.cumsum([0.0, *run["tokens_by_step"]])[list(steps)]
-    end = min(run["tokens"], other["tokens"])
-    places = [end * step / steps[-1] for step in steps[-WINDOW:]]
-    return statistics.mean(map(float, np.interp(places, spent, values)))
+    return np.interp(tokens, np.cumsum([0.0, *run["tokens_by_step"]])[list(steps)], values)
 
 
 def _separates(gaps: Sequence[float], comparisons: int) -> str:
@@ -427,6 +438,39 @@ def draw(text: str, target: Path) -> None:
             axis.set_axisbelow(True)
             axis.set_ylim(-len(places) + 0.5, 0.6)
         target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target)
+
+
+def draw_parts(pages: Mapping[str, Results], target: Path) -> None:
+    """Draw each task's mean curves over its complete seeds, by step and by generated tokens."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    tasks = {task: complete(PLANS[task], results) for task, results in pages.items()}
+    tasks = {task: arms for task, arms in tasks.items() if arms["DAPO"]}
+    if not tasks:
+        return
+    with rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
+        figure = Figure((10.5, 3.5 * len(tasks)), dpi=150, layout="constrained", facecolor="white")
+        rows = figure.subplots(len(tasks), 2, squeeze=False, sharey="row")
+        for (task, arms), (by_step, by_tokens) in zip(tasks.items(), rows, strict=True):
+            least = min(run["tokens"] for runs in arms.values() for run in runs.values())
+            grid = np.linspace(0, least, 61)
+            for arm, runs in arms.items():
+                steps = [step for step, _ in next(iter(runs.values()))["curve"]]
+                curves = [[value for _, value in run["curve"]] for run in runs.values()]
+                by_step.plot(steps, 100 * np.mean(curves, axis=0), label=arm)
+                spent = np.mean([_by_tokens(run, grid) for run in runs.values()], axis=0)
+                by_tokens.plot(grid / 1e6, 100 * spent)
+            seeds = f"{len(arms['DAPO'])} of {len(PLANS[task].seeds)} seeds"
+            by_step.set_title(
+                f"{task}: held-out pass@1, %, mean of {seeds}", fontsize=9, loc="left"
+            )
+            by_step.set_xlabel("steps")
+            by_step.legend(frameon=False)
+            by_tokens.set_xlabel("million tokens generated, up to the cheapest run's end")
+            for axis in (by_step, by_tokens):
+                axis.grid(color="#e5e7eb")
         figure.savefig(target)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,18 @@ def test_a_paired_interval_is_that_of_students_t() -> None:
     # Of one degree of freedom t is the cotangent of pi p / 2: here p = .05 / 8.
     assert interval([1.0, 3.0], comparisons=8)[1] == pytest.approx(101.8558, abs=1e-3)
     assert interval([0.5]) == (0.5, None)
+
+
+def test_a_finished_run_counts_for_the_command_that_made_it_alone(tmp_path: Path) -> None:
+    job, other = list(ladder.part_jobs(DIGITS))[:2]
+    folder = tmp_path / job.key(1)
+    folder.mkdir()
+    made = {"command": job.command(1, 60, Path())[2:], "tokens": 5}
+    (folder / ladder.KEPT).write_text(json.dumps(made))
+    assert ladder.finished(job, 1, 60, tmp_path) == ladder.measure(job, 1, 60, tmp_path) == made
+    assert ladder.finished(job, 1, 61, tmp_path) is None
+    assert ladder.finished(job, 2, 60, tmp_path) is None
+    assert ladder.finished(other, 1, 60, tmp_path) is None
 
 
 def run(curve: list[tuple[int, float]], tokens_by_step: list[float]) -> dict[str, Any]:
