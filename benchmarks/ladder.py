@@ -13,7 +13,8 @@ from the same warm start, which is evaluated once; each is evaluated at its end,
 problems with 8 sampled answers and a greedy one each.
 
 The table and the picture are written anew after each run, from what there is by then. With --runs
-finished runs are kept there and not repeated, so that a benchmark that was stopped goes on.
+finished runs are kept there and not repeated, so that a benchmark that was stopped goes on. They
+are known by their commands: after a change of a recipe or of the code take another folder.
 
 With --parts it trains DAPO, and DAPO without each of its parts, by the plan of `ladder_report.py`,
 seed by seed; a run that was stopped goes on from its checkpoint.

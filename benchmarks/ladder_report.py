@@ -180,7 +180,8 @@ DIGITS = Plan(
     recipe="dapo",
     about="A model of 0.1 M weights sorts 4-8 digits; 88 % of the answers that it is first taught "
     "are guesses, 4 % ramble, 8 % are worked. 24 groups of 8 answers a step; two epochs of six "
-    "updates each.",
+    "updates each. In a pilot with seed 101, which does not count, the clip bound 4.9 % of the "
+    "tokens below and 0.9 % above.",
     seeds=(1, 2, 3, 4, 5, 6, 7, 8),
     steps=60,
     settings=(
@@ -229,8 +230,8 @@ held-out problems, so all comparisons are paired by seed.
   of the mean over seeds (Student's t). The part **separates** if the interval excludes zero, and
   firmly if the wider interval in brackets does: Bonferroni's for all comparisons of the task.
 - Tables are over the seeds that are complete in all arms, and final when all seeds are.
-- Clipped: share of the tokens whose gradient the clip removed, mean over the steps. A cell is the
-  mean over the seeds, and least to greatest."""
+- Clipped: share of the tokens whose gradient the clip removed, mean over the steps. Length and cut
+  off: at the last evaluation. A cell is the mean over the seeds, and least to greatest."""
 WINDOW = 3
 """Evaluations that pass@1 is the mean of."""
 
@@ -284,10 +285,10 @@ def _results_of_parts(results: Results) -> list[str]:
         tokens = [at_equal_tokens_of(a, b) - at_equal_tokens_of(b, a) for a, b in pairs]
         cells = [_separates(gaps, 2 * len(others)) for gaps in (steps, tokens)]
         added.append(f"| {arm.removeprefix('without ')} | {' | '.join(cells)} |")
-    by_seed = [f"| seed | {' | '.join(results)} |", "|---" * (len(results) + 1) + "|"]
-    for seed in results[base]:
-        row = " | ".join(_percent(shown[arm][seed]["pass@1"]) for arm in results)
-        by_seed.append(f"| {seed} | {row} |")
+    by_seed = [f"| seed | start | {' | '.join(results)} |", "|---" * (len(results) + 2) + "|"]
+    for seed, run in results[base].items():
+        row = [run["curve"][0][1], *(shown[arm][seed]["pass@1"] for arm in results)]
+        by_seed.append(f"| {seed} | {' | '.join(map(_percent, row))} |")
     return [
         table(shown, list(results), columns),
         "What each part adds:",

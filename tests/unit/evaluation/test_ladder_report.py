@@ -81,7 +81,7 @@ def test_intervals_are_over_the_seeds_that_all_arms_have() -> None:
     row = "| dynamic sampling | +55.0 ± 63.5 (± 509.3) | does not separate | +11.7 ± 63.5 "
     assert row in page
     assert "| clip-higher | +0.0 ± 0.0 (± 0.0) | does not separate |" in page
-    assert "| 1 | 80.0 | 80.0 | 20.0 | 80.0 | 80.0 |" in page
+    assert "| 1 | 0.0 | 80.0 | 80.0 | 20.0 | 80.0 | 80.0 |" in page
     empty = parts_report({"digits": {}})
     assert "0 of 40 runs are finished. Complete in all arms: 0 of 8 seeds (-)." in empty
     assert "±" not in empty
