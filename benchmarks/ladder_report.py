@@ -3,6 +3,9 @@
 Every comparison is paired by seed: two runs of a seed begin from the same weights, meet prompts in
 the same order and are asked the same held-out problems. A difference counts as clear where the
 95 % interval of its mean over seeds (Student's t) leaves out zero; else it is called noise.
+
+`PLANS` are comparisons of DAPO with DAPO less one of its parts: arms, seeds, metric and window
+stood in the repository before the first of their runs.
 """
 
 from __future__ import annotations
@@ -11,16 +14,17 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from winnow.evaluation.statistics import two_sided_bound
+
 Results = dict[str, dict[int, dict[str, Any]]]
 """Configuration → seed → figures."""
 
-T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
-"""Student's t at 97.5 % by degrees of freedom."""
 Show = Callable[[float], str]
 BY_STEP = "accuracy_by_step"
 MARKS = ("<!-- made by benchmarks/ladder.py -->", "<!-- until here -->")
@@ -91,14 +95,17 @@ def report(
     return "\n\n".join(parts) + "\n"
 
 
-def table(results: Results, names: Sequence[str]) -> str:
+def table(
+    results: Results, names: Sequence[str], columns: Mapping[str, tuple[str, Show]] = COLUMNS
+) -> str:
     """A row for each configuration that has a finished run."""
-    lines = ["| | seeds | " + " | ".join(heading for heading, _ in COLUMNS.values()) + " |"]
-    lines.append("|---" * (len(COLUMNS) + 2) + "|")
+    lines = ["| | seeds | " + " | ".join(heading for heading, _ in columns.values()) + " |"]
+    lines.append("|---" * (len(columns) + 2) + "|")
     for name in (name for name in names if results.get(name)):
         seeds = results[name]
         cells = [
-            _cell([run.get(key) for run in seeds.values()], COLUMNS[key][1]) for key in COLUMNS
+            _cell([run.get(key) for run in seeds.values()], show)
+            for key, (_, show) in columns.items()
         ]
         if name == "start":
             cells[-1] = "-"
@@ -155,6 +162,170 @@ def at_equal_tokens(results: Results, rungs: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """DAPO and DAPO less one part each, as fixed before the first run."""
+
+    recipe: str
+    about: str
+    seeds: tuple[int, ...]
+    steps: int
+    settings: tuple[str, ...]
+    """Of all arms."""
+    arms: Mapping[str, str]
+    """Arm → the setting that removes its part; the first arm, with all parts, has none."""
+
+
+DIGITS = Plan(
+    recipe="dapo",
+    about="A model of 0.1 M weights sorts 4-8 digits; 88 % of the answers that it is first taught "
+    "are guesses, 4 % ramble, 8 % are worked. 24 groups of 8 answers a step; two epochs of six "
+    "updates each. In a pilot with seed 101, which does not count, the clip bound 4.9 % of the "
+    "tokens below and 0.9 % above.",
+    seeds=(1, 2, 3, 4, 5, 6, 7, 8),
+    steps=60,
+    settings=(
+        *("warm_start.demonstrations.guess_share=0.88", "optim.lr=1e-3"),
+        *("warm_start.demonstrations.working_share=0.08", "trainer.mini_batch_groups=4"),
+        *("sampling.groups_per_step=24", "trainer.epochs=2"),
+        *("trainer.save_every=20", "trainer.keep_last=1"),
+        *("data.task.eval_problems=500", "evaluation.n=4", "evaluation.greedy=false"),
+        *("evaluation.every=5", "evaluation.before=true"),
+    ),
+    arms={
+        "DAPO": "",
+        "without clip-higher": "algorithm.policy_loss.clip_high=0.2",
+        "without dynamic sampling": "sampling/filter=none",
+        "without token-level loss": "algorithm.aggregation=seq-mean-token-mean",
+        "without overlong shaping": "reward.overlong.enabled=false",
+    },
+)
+SMOLLM2 = Plan(
+    recipe="smollm2",
+    about="SmolLM2-135M-Instruct, dequantised from Q4_1, answers sums and products.",
+    seeds=(1, 2, 3),
+    steps=12,
+    settings=(
+        *("sampling/filter=variance", "reward.overlong.enabled=true"),
+        *("rollout.max_response_tokens=64", "reward.overlong.buffer_tokens=32"),
+        *("trainer.save_every=3", "trainer.keep_last=1", "evaluation.n=2"),
+        *("evaluation.greedy=false", "evaluation.every=3", "evaluation.before=true"),
+    ),
+    arms={
+        name: DIGITS.arms[name]
+        for name in ("DAPO", "without dynamic sampling", "without overlong shaping")
+    },
+)
+PLANS = {"digits": DIGITS, "smollm2": SMOLLM2}
+RULES = """\
+Written before the first run. Runs of a seed share the warm start, the order of the prompts and the
+held-out problems, so all comparisons are paired by seed.
+
+- Metric: pass@1 on held-out problems. **At equal steps**: mean of the last three evaluations.
+- **At equal tokens**: of two runs of a seed, the one that generated more tokens in training is cut
+  where the other ended. Its pass@1 is read between evaluations, on a straight line over generated
+  tokens, at those shares of that budget that the last three evaluations are of the steps; so is
+  the other's.
+- What a part adds is pass@1 of DAPO minus that without the part, in points, with the 95 % interval
+  of the mean over seeds (Student's t). The part **separates** if the interval excludes zero, and
+  firmly if the wider interval in brackets does: Bonferroni's for all comparisons of the task.
+- Tables are over the seeds that are complete in all arms, and final when all seeds are.
+- Clipped: share of the tokens whose gradient the clip removed, mean over the steps. Length and cut
+  off: at the last evaluation. A cell is the mean over the seeds, and least to greatest."""
+WINDOW = 3
+"""Evaluations that pass@1 is the mean of."""
+
+
+def parts_report(pages: Mapping[str, Results]) -> str:
+    """The plans and what their finished runs show, as Markdown."""
+    command = f"python benchmarks/ladder.py --parts {' '.join(pages)}"
+    parts = ["# What each of DAPO's parts adds", f"Made by `{command} --runs DIR`.", RULES]
+    for task, results in pages.items():
+        plan = PLANS[task]
+        base, *others = plan.arms
+        settings = " ".join([plan.recipe, *plan.settings, f"trainer.steps={plan.steps}"])
+        lines = [f"- {base}: `winnow train {settings}`"]
+        lines += [f"- {arm}: `{plan.arms[arm]}`" for arm in others]
+        paired = complete(plan, results)
+        seeds = list(paired[base])
+        runs = sum(len(results.get(arm, {})) for arm in plan.arms)
+        parts += [
+            f"## {task}",
+            plan.about,
+            "\n".join(lines),
+            f"{runs} of {len(plan.arms) * len(plan.seeds)} runs are finished. Complete in all "
+            f"arms: {len(seeds)} of {len(plan.seeds)} seeds ({', '.join(map(str, seeds)) or '-'}).",
+        ]
+        if seeds:
+            parts += _results_of_parts(paired)
+    return "\n\n".join(parts) + "\n"
+
+
+def complete(plan: Plan, results: Results) -> Results:
+    """The runs of those seeds that all arms of a plan have."""
+    seeds = [n for n in plan.seeds if all(n in results.get(arm, {}) for arm in plan.arms)]
+    return {arm: {seed: results[arm][seed] for seed in seeds} for arm in plan.arms}
+
+
+def _results_of_parts(results: Results) -> list[str]:
+    """Tables over complete seeds: the arms, what each part adds, pass@1 of each run."""
+    base, *others = results
+    columns = {key: COLUMNS[key] for key in COLUMNS if key not in ("greedy", "dual_clip", "cpu_s")}
+    shown = {
+        arm: {seed: run | {"pass@1": at_equal_steps(run)} for seed, run in runs.items()}
+        for arm, runs in results.items()
+    }
+    added = [
+        "| part | at equal steps, points | | at equal tokens, points | |",
+        "|---|---|---|---|---|",
+    ]
+    for arm in others:
+        pairs = [(results[base][seed], run) for seed, run in results[arm].items()]
+        steps = [at_equal_steps(a) - at_equal_steps(b) for a, b in pairs]
+        tokens = [at_equal_tokens_of(a, b) - at_equal_tokens_of(b, a) for a, b in pairs]
+        cells = [_separates(gaps, 2 * len(others)) for gaps in (steps, tokens)]
+        added.append(f"| {arm.removeprefix('without ')} | {' | '.join(cells)} |")
+    by_seed = [f"| seed | start | {' | '.join(results)} |", "|---" * (len(results) + 2) + "|"]
+    for seed, run in results[base].items():
+        row = [run["curve"][0][1], *(shown[arm][seed]["pass@1"] for arm in results)]
+        by_seed.append(f"| {seed} | {' | '.join(map(_percent, row))} |")
+    return [
+        table(shown, list(results), columns),
+        "What each part adds:",
+        "\n".join(added),
+        "pass@1 at equal steps by seed, %:",
+        "\n".join(by_seed),
+    ]
+
+
+def at_equal_steps(run: Mapping[str, Any]) -> float:
+    """Mean pass@1 of a run's last evaluations."""
+    return float(statistics.mean(value for _, value in run["curve"][-WINDOW:]))
+
+
+def at_equal_tokens_of(run: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Mean pass@1 of a run as if both runs had ended with the tokens of the shorter one."""
+    end, last = min(run["tokens"], other["tokens"]), run["curve"][-1][0]
+    places = [end * step / last for step, _ in run["curve"][-WINDOW:]]
+    return float(_by_tokens(run, places).mean())
+
+
+def _by_tokens(run: Mapping[str, Any], tokens: Any) -> Any:
+    """A run's pass@1 where so many tokens were generated, on straight lines."""
+    steps, values = zip(*run["curve"], strict=True)
+    return np.interp(tokens, np.cumsum([0.0, *run["tokens_by_step"]])[list(steps)], values)
+
+
+def _separates(gaps: Sequence[float], comparisons: int) -> str:
+    """Two cells of the table: the gain with its intervals, and what follows from it."""
+    (mean, half), (_, wide) = interval(gaps), interval(gaps, comparisons)
+    if half is None or wide is None:
+        return f"{100 * mean:+.1f} | of one seed"
+    said = "separates" if abs(mean) > half else "does not separate"
+    firmly = " firmly" if abs(mean) > wide else ""
+    return f"{100 * mean:+.1f} ± {100 * half:.1f} (± {100 * wide:.1f}) | {said}{firmly}"
+
+
 def put_between_marks(text: str, page: str) -> str:
     """A page with what stands between its two marks replaced.
 
@@ -176,15 +347,15 @@ def _cell(values: Sequence[float | None], show: Show) -> str:
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def difference(results: Results, name: str, base: str, key: str) -> tuple[float, float | None, int]:
-    """Mean of a figure's paired difference, half its 95 % interval (None for one seed), seeds."""
-    runs, others = results.get(name, {}), results.get(base, {})
-    shared = [seed for seed in runs if seed in others]
-    gaps = [runs[seed][key] - others[seed][key] for seed in shared]
+def interval(gaps: Sequence[float], comparisons: int = 1) -> tuple[float, float | None]:
+    """Mean of paired differences, and half its 95 % interval (None for fewer than two of them).
+
+    With several comparisons it is Bonferroni's, which holds for all of them at once.
+    """
     if len(gaps) < 2:
-        return (gaps[0] if gaps else float("nan")), None, len(gaps)
-    half = T_95[min(len(gaps) - 1, 9)] * statistics.stdev(gaps) / len(gaps) ** 0.5
-    return statistics.mean(gaps), half, len(gaps)
+        return (gaps[0] if gaps else float("nan")), None
+    bound = two_sided_bound(0.05 / comparisons, len(gaps) - 1)
+    return statistics.mean(gaps), bound * statistics.stdev(gaps) / len(gaps) ** 0.5
 
 
 def _reading(results: Results, names: Sequence[str], bases: Mapping[str, str]) -> str:
@@ -199,13 +370,15 @@ def _reading(results: Results, names: Sequence[str], bases: Mapping[str, str]) -
 
 def verdict(results: Results, name: str, base: str) -> str:
     """The difference in pass@1 in points, and whether it is noise."""
-    mean, half, seeds = difference(results, name, base, "pass@1")
-    if seeds == 0:
+    runs, others = results.get(name, {}), results.get(base, {})
+    gaps = [runs[seed]["pass@1"] - others[seed]["pass@1"] for seed in runs if seed in others]
+    mean, half = interval(gaps)
+    if not gaps:
         return "no seed in common"
     if half is None:
         return f"{100 * mean:+.1f}, of one seed: may be noise"
     said = "clear" if abs(mean) > half else "within noise"
-    return f"{100 * mean:+.1f} ± {100 * half:.1f} over {seeds} seeds: {said}"
+    return f"{100 * mean:+.1f} ± {100 * half:.1f} over {len(gaps)} seeds: {said}"
 
 
 _CLEAR, _NOISE = "#0072b2", "#6b7280"
@@ -266,6 +439,39 @@ def draw(text: str, target: Path) -> None:
             axis.set_axisbelow(True)
             axis.set_ylim(-len(places) + 0.5, 0.6)
         target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target)
+
+
+def draw_parts(pages: Mapping[str, Results], target: Path) -> None:
+    """Draw each task's mean curves over its complete seeds, by step and by generated tokens."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    tasks = {task: complete(PLANS[task], results) for task, results in pages.items()}
+    tasks = {task: arms for task, arms in tasks.items() if arms["DAPO"]}
+    if not tasks:
+        return
+    with rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
+        figure = Figure((10.5, 3.5 * len(tasks)), dpi=150, layout="constrained", facecolor="white")
+        rows = figure.subplots(len(tasks), 2, squeeze=False, sharey="row")
+        for (task, arms), (by_step, by_tokens) in zip(tasks.items(), rows, strict=True):
+            least = min(run["tokens"] for runs in arms.values() for run in runs.values())
+            grid = np.linspace(0, least, 61)
+            for arm, runs in arms.items():
+                steps = [step for step, _ in next(iter(runs.values()))["curve"]]
+                curves = [[value for _, value in run["curve"]] for run in runs.values()]
+                by_step.plot(steps, 100 * np.mean(curves, axis=0), label=arm)
+                spent = np.mean([_by_tokens(run, grid) for run in runs.values()], axis=0)
+                by_tokens.plot(grid / 1e6, 100 * spent)
+            seeds = f"{len(arms['DAPO'])} of {len(PLANS[task].seeds)} seeds"
+            by_step.set_title(
+                f"{task}: held-out pass@1, %, mean of {seeds}", fontsize=9, loc="left"
+            )
+            by_step.set_xlabel("steps")
+            by_step.legend(frameon=False)
+            by_tokens.set_xlabel("million tokens generated, up to the cheapest run's end")
+            for axis in (by_step, by_tokens):
+                axis.grid(color="#e5e7eb")
         figure.savefig(target)
 
 

@@ -288,3 +288,15 @@ def test_the_ladder_ends_at_dapo_but_for_what_dapo_left_out() -> None:
     dapo = settings(*ladder.Job("dapo", "dapo").command(1, 40, Path("runs"))[2:])
     left_out = {"algorithm.overlong_filtering", "algorithm.policy_loss.dual_clip"}
     assert differing(rungs()[-1], dapo) == left_out
+
+
+def test_each_arm_of_the_plan_lacks_one_part_of_dapo() -> None:
+    plan = ladder.PLANS["digits"]
+    commands = [job.command(1, plan.steps, Path("runs")) for job in ladder.part_jobs(plan)]
+    dapo, *others = (settings(*command[2:]) for command in commands)
+    assert [differing(dapo, other) for other in others] == [
+        {"algorithm.policy_loss.clip_high"},
+        {"sampling.filter.name", "sampling.filter.metric"},
+        {"algorithm.aggregation"},
+        {"reward.overlong.enabled"},
+    ]
