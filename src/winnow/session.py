@@ -25,6 +25,7 @@ from torch import Tensor
 from winnow.api import LLM, Completion, Prompts
 from winnow.builders.run import rollout_sampling
 from winnow.checkpoints import checkpoint
+from winnow.checkpoints.opening import pin_microbatch_tokens
 from winnow.config.load import dump_config
 from winnow.config.roles import needs_reference
 from winnow.config.trainer import WholeModels
@@ -73,7 +74,8 @@ class Session(LLM):
         self, model: str | Path, overrides: Sequence[str] = (), trust: bool = False
     ) -> None:
         super().__init__(model, overrides, trust)
-        config, policy, strategy = self._config, self._policy, self._config.trainer.strategy
+        self._config = config = pin_microbatch_tokens(self._config)
+        policy, strategy = self._policy, config.trainer.strategy
         if not isinstance(strategy, WholeModels) or needs_reference(config.algorithm):
             self.close()
             raise ConfigError(
@@ -138,7 +140,7 @@ class Session(LLM):
                 f"{loss} and {len(advantages or ())} advantages for {len(samples)} samples"
             )
         strategy, batch, objective = self._strategy, _pack(samples), self._role.objective
-        groups, tokens = range(batch.n_groups), self._config.trainer.microbatch_tokens
+        groups, tokens = range(batch.n_groups), self._config.trainer.token_budget
         if loss is not None:
             value = _differentiate(strategy, batch, loss, tokens)
             micro = strategy.sharder.cut_update(batch, groups, tokens)
