@@ -3,14 +3,14 @@
     OMP_NUM_THREADS=1 python benchmarks/trl_curves.py --runs FOLDER [--seeds 1 2 3] [--arms ARM ...]
 
 In the environment of `trl_step.py`. Both sides train plain GRPO from the quickstart's warm start of
-a seed: 64 prompts x 8 answers a step, in one order, rewards +1 and -1, no filter, no length
-penalty, no KL, clip 0.2, advantages by the group's standard deviation, loss over tokens, AdamW at a
-constant 4e-4, clipped to norm 1. Arms: `winnow` and `TRL` with four updates of 128 answers a step;
-the same with one update of 512; and `winnow, single answers`, which deals a step's answers out to
-its four updates one by one, as TRL does, where Winnow deals out whole groups. All are evaluated by
-Winnow's engine at temperature 1 on the same held-out problems. Results that FOLDER holds already
-are not measured again; the last line of the table is the mean over seeds, with the differences of
-each arm from `TRL`, or from `TRL, one update`, and their 95 % intervals.
+seed 1; seeds are those of prompts and draws. A step has 64 prompts x 8 answers, in one order,
+rewards +1 and -1, no filter, no length penalty, no KL, clip 0.2, advantages by the group's standard
+deviation, loss over tokens, AdamW at a constant 4e-4, clipped to norm 1. Arms: `winnow` and `TRL`
+with four updates of 128 answers a step; the same with one update of 512; and `winnow, single
+answers`, which deals a step's answers out to its four updates one by one, as TRL does, where Winnow
+deals out whole groups. All are evaluated by Winnow's engine at temperature 1 on the same held-out
+problems. Results that FOLDER holds already are not measured again. The last lines of the table are
+means over seeds of paired differences, with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.weights import WeightUpdate
 from winnow.types import Group
 
-STEPS, EVERY = 12, 4
+STEPS, EVERY = 12, 6
 PROBLEMS, ANSWERS = 400, 4
 PLAIN = (
     *("sampling/filter=none", "reward.overlong.enabled=false", "optim.warmup_steps=0"),
     *("optim.schedule=constant", "algorithm.policy_loss.clip_high=0.2"),
     *("algorithm.policy_loss.dual_clip=null", f"trainer.steps={STEPS}"),
-    f"data.task.eval_problems={PROBLEMS}",
+    *(f"data.task.eval_problems={PROBLEMS}", "warm_start.seed=1"),
 )
 ONE = "trainer.mini_batch_groups=null"
 PAIRS = {
