@@ -3,14 +3,15 @@
     OMP_NUM_THREADS=1 python benchmarks/trl_curves.py --runs FOLDER [--seeds 1 2 3] [--arms ARM ...]
 
 In the environment of `trl_step.py`. Both sides train plain GRPO from the quickstart's warm start of
-a seed: 64 prompts x 8 answers a step, in one order, rewards +1 and -1, no filter, no length
-penalty, no KL, clip 0.2, advantages by the group's standard deviation, loss over tokens, AdamW at a
-constant 4e-4, clipped to norm 1. Arms: `winnow` and `TRL` with four updates of 128 answers a step;
-the same with one update of 512; and `winnow, single answers`, which deals a step's answers out to
-its four updates one by one, as TRL does, where Winnow deals out whole groups. All are evaluated by
-Winnow's engine at temperature 1 on the same held-out problems. Results that FOLDER holds already
-are not measured again; the last line of the table is the mean over seeds, with the differences of
-each arm from `TRL`, or from `TRL, one update`, and their 95 % intervals.
+seed 1; seeds are those of prompts and draws. A step has 64 prompts x 8 answers, in one order,
+rewards +1 and -1, no filter, no length penalty, no KL, clip 0.2, advantages by the group's standard
+deviation, loss over tokens, AdamW at a constant 4e-4, clipped to norm 1. Arms: `winnow` and `TRL`
+with four updates of 128 answers a step; the same with one update of 512; and `winnow, single
+answers`, which deals a step's answers out to its four updates one by one, as TRL does, where Winnow
+deals out whole groups; `winnow, recompute` makes a pass for old log-probs, where Winnow reuses the
+engine's. All are evaluated by Winnow's engine at temperature 1 on the same held-out
+problems. Results that FOLDER holds already are not measured again. The last lines of the table are
+means over seeds of paired differences, with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -19,10 +20,8 @@ import argparse
 import asyncio
 import json
 import math
-import os
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,21 +42,30 @@ from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.weights import WeightUpdate
 from winnow.types import Group
 
-STEPS, EVERY = 12, 4
+STEPS, EVERY = 12, 6
 PROBLEMS, ANSWERS = 400, 4
 PLAIN = (
     *("sampling/filter=none", "reward.overlong.enabled=false", "optim.warmup_steps=0"),
     *("optim.schedule=constant", "algorithm.policy_loss.clip_high=0.2"),
     *("algorithm.policy_loss.dual_clip=null", f"trainer.steps={STEPS}"),
-    f"data.task.eval_problems={PROBLEMS}",
+    *(f"data.task.eval_problems={PROBLEMS}", "warm_start.seed=1"),
 )
-ONE = "trainer.mini_batch_groups=null"
+SETTINGS = {
+    "one update": "trainer.mini_batch_groups=null",
+    "recompute": "algorithm.correction.mode=recompute",
+}
+"""Settings besides, by the end of an arm's name."""
 PAIRS = {
     "winnow": "TRL",
-    "winnow, single answers": "TRL",
+    "winnow, recompute": "winnow",
+    "winnow, single answers": "winnow",
     "winnow, one update": "TRL, one update",
 }
-ARMS = "winnow", "TRL", "winnow, single answers", "winnow, one update", "TRL, one update"
+ARMS = (
+    *("winnow", "winnow, recompute", "TRL", "winnow, single answers"),
+    *("winnow, one update", "TRL, one update"),
+)
+fork = multiprocessing.get_context("fork")
 T_975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 """Student's quantile by the number of seeds."""
 
@@ -134,17 +142,19 @@ def trl_curve(bench: Quickstart, seed: int, setup: Setup, scratch: str) -> dict[
     return curve
 
 
-def measure(arm: str, seed: int) -> dict[int, float]:
-    """Return accuracy by step of an arm."""
-    one = [ONE] if "one update" in arm else []
+def measure(arm: str, seed: int, file: Path) -> None:
+    """Write accuracy by step of an arm."""
+    more = [setting for end, setting in SETTINGS.items() if arm.endswith(end)]
     with tempfile.TemporaryDirectory() as scratch:
-        bench = Quickstart(scratch, [*PLAIN, *one, f"seed={seed}"])
+        bench = Quickstart(scratch, [*PLAIN, *more, f"seed={seed}"])
         if arm.startswith("TRL"):
-            setup = Setup(updates=1, micro_batch=512) if one else Setup()
-            return trl_curve(bench, seed, setup, scratch)
-        if "single" in arm:
-            deal_single_answers()
-        return asyncio.run(winnow_curve(bench))
+            setup = Setup(updates=1, micro_batch=512) if more else Setup()
+            curve = trl_curve(bench, seed, setup, scratch)
+        else:
+            if "single" in arm:
+                deal_single_answers()
+            curve = asyncio.run(winnow_curve(bench))
+    file.write_text(json.dumps(curve))
 
 
 def table(curves: dict[tuple[str, int], dict[str, float]], seeds: Sequence[int]) -> str:
@@ -170,29 +180,25 @@ def table(curves: dict[tuple[str, int], dict[str, float]], seeds: Sequence[int])
 
 
 def main() -> None:
-    """Measure one arm, or what is absent of all, and print the table."""
+    """Measure what is absent, each arm in a process of its own, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
-    parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help="Measure this here.")
     args = parser.parse_args()
-    if args.one:
-        torch.set_num_threads(1)
-        arm, seed = args.one
-        file = args.runs / f"{arm}-{seed}.json"
-        file.write_text(json.dumps(measure(arm, int(seed))))
-        return
+    torch.set_num_threads(1)
     args.runs.mkdir(parents=True, exist_ok=True)
     curves = {}
     for seed in args.seeds:
         for arm in args.arms:
             file = args.runs / f"{arm}-{seed}.json"
             if not file.exists():
-                command = [sys.executable, __file__, "--runs", str(args.runs), "--one", arm]
-                path = {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
-                subprocess.run([*command, str(seed)], env={**os.environ, **path}, check=True)
+                child = fork.Process(target=measure, args=(arm, seed, file))
+                child.start()
+                child.join()
+                assert child.exitcode == 0, f"{arm}, seed {seed}"
             curves[arm, seed] = json.loads(file.read_text())
+            print(arm, seed, curves[arm, seed], flush=True)
     print(table(curves, args.seeds))
 
 
