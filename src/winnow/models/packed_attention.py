@@ -19,7 +19,7 @@ Shapes: `T` packed tokens, `B` sequences, `N` query heads, `K` key/value heads, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, cast
@@ -57,22 +57,33 @@ class _Blocks:
 
 
 @dataclass(frozen=True, eq=False)
-class _Prefix:
-    """A sequence and the tokens that continue it."""
+class _Prefixes:
+    """Sequences that others continue, and the tokens of these, prefix after prefix."""
 
-    tokens: slice
-    """The packed tokens of the prefix (P)."""
+    tokens: Tensor
+    """[sum of P] the packed tokens of the prefixes."""
     continued: Tensor
-    """[M] the packed tokens of the sequences that continue it."""
+    """[sum of M] the packed tokens of what continues them."""
     places: Tensor
-    """[M] their places, counted from the prefix's first token."""
+    """[sum of M] their places, counted from the prefix's first token."""
+    sizes: tuple[tuple[int, int], ...]
+    """M and P of each prefix."""
 
-    def window_mask(self, window: int | None) -> Tensor | None:
-        """Return [M, P], true where a token sees one of the prefix; None if each sees all."""
-        if window is None or int(self.places.max()) < window:
-            return None
-        keys = torch.arange(self.tokens.stop - self.tokens.start, device=self.places.device)
-        return self.places[:, None] - keys < window
+    def inputs(self, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]) -> Iterator[Any]:
+        """Yield each prefix's part of tensors [T, N, D], as [1, N, M, D] or [1, K, P, D]."""
+        counts = [*zip(*self.sizes, strict=True)]
+        parts = [x.index_select(0, self.continued).split(counts[0]) for x in of_queries]
+        parts += [x.index_select(0, self.tokens).split(counts[1]) for x in of_keys]
+        return (tuple(x.transpose(0, 1)[None] for x in each) for each in zip(*parts, strict=True))
+
+    def window_masks(self, window: int | None) -> Iterator[Tensor | None]:
+        """Yield [M, P] of each prefix, true where a token sees one of it; None where all do."""
+        for places, (_, P) in zip(
+            self.places.split([m for m, _ in self.sizes]), self.sizes, strict=True
+        ):
+            keys = torch.arange(P, device=places.device)
+            hides = window is not None and int(places.max()) >= window
+            yield places[:, None] - keys < window if hides else None
 
 
 def can_share_prefixes(kernels: str, dtype: torch.dtype, channels: int) -> bool:
@@ -112,6 +123,7 @@ class PackedLayout:
         self.device = device
         self._kernels = kernels or device.type
         self._prefix_of = np.asarray(prefixes or [-1] * len(lengths), dtype=np.int64)
+        self._has_prefixes = bool((self._prefix_of >= 0).any())
         self._blocks: dict[int, _Blocks] = {}
         self._bands: dict[tuple[int, int], Tensor] = {}
 
@@ -123,7 +135,7 @@ class PackedLayout:
             return q
         if _takes_packed(self._kernels, q.dtype, q.shape[-1]):
             return self._variable_length(q, k, v, scale, window)
-        if self.prefixes:
+        if self._has_prefixes:
             assert self._kernels == "cpu", "no kernel returns sums of exponentials"
             return cast(Tensor, cast(Any, _PrefixAttention).apply(q, k, v, self, scale, window))
         T, N, D = q.shape
@@ -167,18 +179,19 @@ class PackedLayout:
         return self._bands[window, length]
 
     @cached_property
-    def prefixes(self) -> list[_Prefix]:
+    def prefixes(self) -> _Prefixes:
         """The sequences that others continue."""
-        starts, found = np.cumsum(self.lengths) - self.lengths, list[_Prefix]()
+        starts, lengths = np.cumsum(self.lengths) - self.lengths, self.lengths
+        tokens, continued, places, sizes = list[IntArray](), list[IntArray](), list[IntArray](), []
         for prefix in np.unique(self._prefix_of[self._prefix_of >= 0]).tolist():
-            start, length = int(starts[prefix]), int(self.lengths[prefix])
+            tokens.append(starts[prefix] + np.arange(lengths[prefix]))
             members = np.flatnonzero(self._prefix_of == prefix)
-            own = [np.arange(n) for n in self.lengths[members].tolist()]
-            tokens = [first + each for first, each in zip(starts[members], own, strict=True)]
-            indices = np.concatenate(tokens), length + np.concatenate(own)
-            on_device = (_to_device(each, self.device) for each in indices)
-            found.append(_Prefix(slice(start, start + length), *on_device))
-        return found
+            own = [np.arange(n) for n in lengths[members].tolist()]
+            continued += [first + each for first, each in zip(starts[members], own, strict=True)]
+            places += [lengths[prefix] + each for each in own]
+            sizes.append((int(lengths[members].sum()), int(lengths[prefix])))
+        parts = (_to_device(np.concatenate(x), self.device) for x in (tokens, continued, places))
+        return _Prefixes(*parts, tuple(sizes))
 
     @cached_property
     def _packed_keys(self) -> tuple[Tensor, Tensor, int]:
@@ -202,7 +215,7 @@ class PackedLayout:
 
         longest = longest_keys = int(self.lengths.max())
         offsets = key_offsets = self._query_offsets
-        if (self._prefix_of >= 0).any():
+        if self._has_prefixes:
             tokens, key_offsets, longest_keys = self._packed_keys
             k, v = (cast(Any, _CopyTokens).apply(x, tokens) for x in (k, v))
         is_grouped = q.shape[1] != k.shape[1]
@@ -279,14 +292,16 @@ class _PrefixAttention(torch.autograd.Function):
             outs.append(part.transpose(1, 2).flatten(0, 1))
             sums.append(lse.transpose(1, 2).flatten(0, 1))
         out, lse = (torch.cat(x).index_select(0, blocks.row_of_token) for x in (outs, sums))
-        for prefix in layout.prefixes:
-            at, bias = prefix.continued, _bias(prefix.window_mask(window), q)
-            qkv = _as_one(q[at], k[prefix.tokens], v[prefix.tokens])
-            part, part_lse = _FLASH(*qkv, attn_mask=bias, scale=scale)
-            pair = torch.stack([lse[at], part_lse[0].T])
-            lse[at] = pair.logsumexp(0)
-            own, more = pair.softmax(0)[..., None]
-            out[at] = (own * out[at] + more * part[0].transpose(0, 1)).to(out.dtype)
+        prefixes, at, parts, sums = layout.prefixes, layout.prefixes.continued, [], []
+        inputs = prefixes.inputs([q], [k, v])
+        for qkv, seen in zip(inputs, prefixes.window_masks(window), strict=True):
+            part, part_lse = _FLASH(*qkv, attn_mask=_bias(seen, q), scale=scale)
+            parts.append(part[0].transpose(0, 1))
+            sums.append(part_lse[0].T)
+        pair = torch.stack([lse[at], torch.cat(sums)])
+        lse[at] = pair.logsumexp(0)
+        own, more = pair.softmax(0)[..., None]
+        out[at] = (own * out[at] + more * torch.cat(parts)).to(out.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = layout, scale, window
         return out
@@ -310,27 +325,22 @@ class _PrefixAttention(torch.autograd.Function):
         dq, dk, dv = (
             torch.cat(x).index_select(0, blocks.row_of_token) for x in zip(*of_blocks, strict=True)
         )
-        for prefix in layout.prefixes:
-            at, bias = prefix.continued, _bias(prefix.window_mask(window), q)
-            pre = prefix.tokens
-            tensors = _as_one(grad[at], q[at], k[pre], v[pre], out[at], lse[at][..., None])
-            options = {"attn_mask": bias, "scale": scale}
-            lse_p = tensors.pop()[..., 0]
-            found = _FLASH_BACKWARD(*tensors, lse_p, 0.0, False, **options)
-            more_q, more_k, more_v = (x[0].transpose(0, 1) for x in found)
-            dq.index_add_(0, at, more_q)
-            dk[pre] += more_k
-            dv[pre] += more_v
+        prefixes, of_prefixes = layout.prefixes, []
+        inputs = prefixes.inputs([grad, q, out, lse[..., None]], [k, v])
+        for each, seen in zip(inputs, prefixes.window_masks(window), strict=True):
+            grad_p, q_p, out_p, lse_p, k_p, v_p = each
+            tensors, bias = (grad_p, q_p, k_p, v_p, out_p, lse_p[..., 0]), _bias(seen, q)
+            found = _FLASH_BACKWARD(*tensors, 0.0, False, attn_mask=bias, scale=scale)
+            of_prefixes.append([x[0].transpose(0, 1) for x in found])
+        more_q, more_k, more_v = (torch.cat(x) for x in zip(*of_prefixes, strict=True))
+        dq.index_add_(0, prefixes.continued, more_q)
+        dk.index_add_(0, prefixes.tokens, more_k)
+        dv.index_add_(0, prefixes.tokens, more_v)
         return dq, dk, dv, None, None, None
 
 
 _FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def _as_one(*tensors: Tensor) -> list[Tensor]:
-    """Return tokens [T, N, D] as a batch of one sequence, [1, N, T, D]."""
-    return [x.transpose(0, 1)[None] for x in tensors]
 
 
 def _bias(seen: Tensor | None, like: Tensor) -> Tensor | None:

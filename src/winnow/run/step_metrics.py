@@ -227,7 +227,7 @@ class StepFlop:
     Counts 2 FLOP a parameter and token forwards, 4 backwards (arXiv 2001.08361, section 2.1), and
     attention by the lengths of the trained answers. The embedding counts once, as the output layer.
     Frozen parameters (LoRA) count like trained ones; of a mixture of experts, only the experts that
-    a token is routed to.
+    a token is routed to. A prompt that is run once for its answers counts for each of them.
     """
 
     parameters: int
