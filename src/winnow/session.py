@@ -81,7 +81,7 @@ class Session(LLM):
             raise ConfigError(
                 f"a Session trains one model in its process, got trainer/strategy={strategy.name} "
                 f"and algorithm.kl={config.algorithm.kl.model_dump()}; pass "
-                "'trainer/strategy=single', and put a KL to other models into your loss"
+                "'trainer/strategy=single', 'algorithm/kl/loss=none' and 'algorithm/kl/reward=none'"
             )
         options = policy_options(config, policy.vocabulary)
         self._strategy = Strategy(policy.model, compiles=strategy.compile, **options)
