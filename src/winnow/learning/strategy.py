@@ -25,7 +25,6 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from winnow.errors import CheckpointError, ConfigError, ModelError
@@ -348,8 +347,6 @@ class Strategy:
                 group["lr"] = lr
             with _cpu_threads(self.step_threads):
                 self._optimizer.step()
-            # An engine of this model reads version counters, which the fused optimizer leaves.
-            increment_version(list(self._masters.values()))
             self._copy_masters_to_model()
         self._optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": norm, "skipped": float(skipped)}
