@@ -27,6 +27,8 @@ _MODELS = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 _PACKED = 1 << 20
 """Elements from which packing a matrix gains more than the 40 microseconds that oneDNN takes for
 each call (measured)."""
+_MULTIPLY = "_linear_pointwise"
+"""An operation of PyTorch's own compiler; where it is absent, no matrix is packed."""
 _PACKED_ROWS = 64
 """Rows of a product for which matrices are packed; others are computed from the same bytes."""
 
@@ -69,7 +71,7 @@ class _Product:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._bias = bias
-        self._is_packed = weight.numel() >= _PACKED and torch.backends.mkldnn.is_available()
+        self._is_packed = weight.numel() >= _PACKED and hasattr(torch.ops.mkldnn, _MULTIPLY)
         if self._is_packed:
             pack = torch.ops.mkldnn._reorder_linear_weight
             self._weight = cast(Tensor, pack(weight, _PACKED_ROWS))
@@ -79,7 +81,7 @@ class _Product:
     def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         """Return the product, with `addend` [R, out] added if there is one."""
         if self._is_packed:
-            multiply = torch.ops.mkldnn._linear_pointwise.default
+            multiply = getattr(torch.ops.mkldnn, _MULTIPLY).default
             y: Tensor = multiply(x, self._weight, self._bias, "none", [], "")
             return y if addend is None else y.add_(addend)
         addend = self._bias if addend is None else addend
@@ -126,6 +128,7 @@ class MergedForward:
         self._head: _Product | None = None
         self._places: list[tuple[int, int]] = []
         self._samples: list[Tensor] = []
+        self._values = torch.empty(0)
 
     def logits(self, ids: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
         """Return logits [R, V] of the newest tokens [R], whose keys and values `layout` takes."""
