@@ -1,12 +1,15 @@
 """Decoding speed of the embedded engine against Hugging Face `generate`, in one run.
 
-    python benchmarks/decode.py [--threads 1] [--requests 512] [--repeat 5]
+    python benchmarks/decode.py [--model FOLDER] [--lengths eos|equal|lognormal] [--rows 512]
+        [--limit 128] [--threads 1] [--rounds 5]
 
-Both sample at temperature 1 from the quickstart's model with random weights, on the same
-prompts of 5 to 9 tokens. Answers end with EOS (1 token in 29, so lengths are ragged, 29 on
-average) or at 128 tokens. `generate` gets all requests as one left-padded batch with its
-dynamic cache; the engine gets them as groups of 8 that share a prompt. Tokens behind an EOS
-count for nobody. Rounds alternate, and the best of each side counts.
+Both sample at temperature 1 in fp32 from the model of a folder, or the quickstart's with random
+weights, on the same prompts of 5 to 9 random tokens. Answers end with EOS (of the random model 1
+token in 29, so 29 tokens on average) or at the limit; or all at the limit; or at lengths drawn once
+for both sides, log-normal with median 48 and sigma 0.8, at most the limit. `generate` gets all
+requests as one left-padded batch with its dynamic cache, and runs it to its longest answer; tokens
+behind an answer's end do not count. The engine gets groups of 8 that share a prompt, but single
+requests where each has its own length. Sides take turns; CPU-seconds count, prefill included.
 """
 
 from __future__ import annotations
@@ -14,17 +17,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import math
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
+from winnow.rollout.weights import WeightUpdate
 
-VOCABULARY, PAD, EOS, LIMIT, GROUP = 29, 0, 1, 128, 8
+VOCABULARY, PAD, EOS, GROUP = 29, 0, 1, 8
 
 
 def tiny_model() -> PreTrainedModel:
@@ -46,32 +53,45 @@ def tiny_model() -> PreTrainedModel:
     return Qwen3ForCausalLM(config).eval()
 
 
-def with_generate(model: PreTrainedModel, prompts: list[np.ndarray]) -> int:
+def with_generate(
+    model: PreTrainedModel, prompts: list[np.ndarray], limits: list[int], eos: int | None
+) -> int:
     """Tokens written by one call of `generate`."""
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), PAD)
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.from_numpy(prompt)
-    out = model.generate(
-        ids, attention_mask=(ids != PAD).long(), do_sample=True, top_k=0, max_new_tokens=LIMIT
-    )[:, width:]
-    ended = (out == EOS).cumsum(1)
-    return int(((ended == 0) | ((out == EOS) & (ended == 1))).sum())
+    settings: Any = model.generation_config
+    settings.eos_token_id, settings.pad_token_id = eos, PAD
+    options: Any = {"do_sample": True, "top_k": 0, "max_new_tokens": max(limits)}
+    generate: Any = model.generate
+    out = generate(ids, attention_mask=(ids != PAD).long(), **options)[:, width:]
+    if eos is None:
+        return sum(limits)
+    ended = (out == eos).cumsum(1)
+    return int(((ended == 0) | ((out == eos) & (ended == 1))).sum())
 
 
-def with_engine(model: PreTrainedModel, prompts: list[np.ndarray], slots: int) -> int:
+def with_engine(
+    engine: TorchEngine, prompts: list[np.ndarray], limits: list[int], eos: int | None
+) -> int:
     """Tokens written by the engine."""
-    engine = TorchEngine(model, slots=slots, prefill_tokens=8192)
-    sampling = SamplingParams(max_tokens=LIMIT, stop_token_ids=(EOS,))
+    size = GROUP if len(set(limits)) == 1 else 1
+    stops = () if eos is None else (eos,)
     groups = [
         GroupRequest(
-            g, prompts[g * GROUP], tuple(AnswerRequest(i, g * GROUP + i) for i in range(GROUP)),
-            sampling, g,
+            first,
+            prompts[first],
+            tuple(AnswerRequest(i, first + i) for i in range(size)),
+            SamplingParams(max_tokens=limits[first], stop_token_ids=stops),
+            first,
         )
-        for g in range(len(prompts) // GROUP)
-    ]  # fmt: skip
+        for first in range(0, len(prompts), size)
+    ]
 
     async def run() -> list[CompletionEvent]:
+        # As after a step of a learner, which changes all weights.
+        await engine.load_weights(WeightUpdate(engine.status().weight_version + 1))
         await engine.submit(groups)
         done: list[CompletionEvent] = []
         while events := await engine.events():
@@ -82,33 +102,48 @@ def with_engine(model: PreTrainedModel, prompts: list[np.ndarray], slots: int) -
 
 
 def main() -> None:
-    """Print tokens/s of both and the ratio."""
+    """Print tokens a CPU-second of both and the ratio of each round."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model")
+    parser.add_argument("--lengths", choices=("eos", "equal", "lognormal"), default="eos")
+    parser.add_argument("--rows", type=int, default=512, help="a multiple of 8")
+    parser.add_argument("--limit", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--requests", type=int, default=512)
-    parser.add_argument("--slots", type=int, default=512)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    theirs: Any = tiny_model()
+    if args.model:
+        loaded = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+        theirs = loaded.eval()
+    eos = theirs.config.eos_token_id if args.lengths == "eos" else None
     rng = np.random.default_rng(0)
-    distinct = [rng.integers(3, VOCABULARY, rng.integers(5, 10)) for _ in range(args.requests)]
-    prompts = [distinct[i // GROUP] for i in range(args.requests)]
-    theirs = tiny_model()
+    vocabulary = theirs.config.vocab_size
+    distinct = [rng.integers(3, vocabulary, rng.integers(5, 10)) for _ in range(args.rows)]
+    prompts = [distinct[i // GROUP] for i in range(args.rows)]
+    limits = [args.limit] * args.rows
+    if args.lengths == "lognormal":
+        drawn = np.ceil(rng.lognormal(math.log(48), 0.8, args.rows)).astype(int)
+        limits = drawn.clip(1, args.limit).tolist()
     ours = copy.deepcopy(theirs)
     use_layout_attention(ours)
-    best = {"generate": 0.0, "engine": 0.0}
-    for _ in range(args.repeat):
-        for name in best:
-            start = time.perf_counter()
-            if name == "generate":
-                tokens = with_generate(theirs, prompts)
-            else:
-                tokens = with_engine(ours, prompts, args.slots)
-            best[name] = max(best[name], tokens / (time.perf_counter() - start))
-    print(f"{args.requests} requests, {args.threads} thread(s), best of {args.repeat}")
-    print(f"Hugging Face generate  {best['generate']:>8,.0f} tokens/s")
-    print(f"embedded engine        {best['engine']:>8,.0f} tokens/s")
-    print(f"ratio                  {best['engine'] / best['generate']:>8.2f}")
+    engine = TorchEngine(ours, slots=args.rows, prefill_tokens=8192)
+    sides: dict[str, Callable[[], int]] = {
+        "generate": lambda: with_generate(theirs, prompts, limits, eos),
+        "engine": lambda: with_engine(engine, prompts, limits, eos),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(args.rounds):
+        for name, write in sides.items():
+            start = time.process_time()
+            tokens = write()
+            rates[name].append(tokens / (time.process_time() - start))
+            print(f"{name}: {tokens} tokens, {rates[name][-1]:,.1f} a CPU-second", flush=True)
+    ratios = [b / a for a, b in zip(*rates.values(), strict=True)]
+    print(f"{args.rows} requests, mean limit {np.mean(limits):.0f}, {args.threads} thread(s)")
+    for name, each in (*rates.items(), ("ratio", ratios)):
+        middle, least, most = (float(f(each)) for f in (np.median, min, max))
+        print(f"{name:10}{middle:10,.2f} ({least:,.2f} to {most:,.2f})", flush=True)
 
 
 if __name__ == "__main__":

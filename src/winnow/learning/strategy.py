@@ -350,8 +350,6 @@ class Strategy:
                 group["lr"] = lr
             with _cpu_threads(self.step_threads):
                 self._optimizer.step()
-            # An engine of this model reads version counters, which the fused optimizer leaves.
-            torch.autograd.graph.increment_version(list(self._masters.values()))
             self._copy_masters_to_model()
         self._optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": norm, "skipped": float(skipped)}

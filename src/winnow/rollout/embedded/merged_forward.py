@@ -27,6 +27,8 @@ _MODELS = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 _PACKED = 1 << 20
 """Elements from which packing a matrix gains more than the 40 microseconds that oneDNN takes for
 each call (measured)."""
+_MULTIPLY = "_linear_pointwise"
+"""An operation of PyTorch's own compiler; where it is absent, no matrix is packed."""
 _PACKED_ROWS = 64
 """Rows of a product for which matrices are packed; others are computed from the same bytes."""
 
@@ -47,9 +49,9 @@ def can_merge(model: nn.Module) -> bool:
 
 
 def _is_plain(weight: Tensor) -> bool:
-    is_fp32_on_cpu = weight.dtype == torch.float32 and weight.device.type == "cpu"
-    # What inference made has no version.
-    return is_fp32_on_cpu and type(weight) is nn.Parameter and not weight.is_inference()
+    is_known = weight.dtype == torch.float32 and weight.device.type == "cpu"
+    is_whole = type(weight) is nn.Parameter and weight.is_contiguous()
+    return is_known and is_whole and not weight.is_inference()  # which have no version
 
 
 def _is_known_layer(layer: Any) -> bool:
@@ -69,7 +71,7 @@ class _Product:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._bias = bias
-        self._is_packed = weight.numel() >= _PACKED and torch.backends.mkldnn.is_available()
+        self._is_packed = weight.numel() >= _PACKED and hasattr(torch.ops.mkldnn, _MULTIPLY)
         if self._is_packed:
             pack = torch.ops.mkldnn._reorder_linear_weight
             self._weight = cast(Tensor, pack(weight, _PACKED_ROWS))
@@ -79,7 +81,7 @@ class _Product:
     def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         """Return the product, with `addend` [R, out] added if there is one."""
         if self._is_packed:
-            multiply = torch.ops.mkldnn._linear_pointwise.default
+            multiply = getattr(torch.ops.mkldnn, _MULTIPLY).default
             y: Tensor = multiply(x, self._weight, self._bias, "none", [], "")
             return y if addend is None else y.add_(addend)
         addend = self._bias if addend is None else addend
@@ -101,9 +103,9 @@ class _Layer:
 class MergedForward:
     """The forward pass of decode ticks from merged copies of a model's weights.
 
-    The copies follow the weights: each tick compares addresses and version counters of the
-    parameters, which every in-place operation raises except those on `.data` and of fused
-    optimizers; behind these call `torch.autograd.graph.increment_version`, or `drop`.
+    The copies follow the weights: each tick compares the parameters' addresses and version
+    counters, and a number of each, since fused optimizers and operations on `.data` leave the
+    counters alone. Behind what changes a few numbers on `.data` call `drop`.
 
     Args:
         model: one that `can_merge`.
@@ -124,7 +126,9 @@ class MergedForward:
         """Free the copies; the next tick makes them anew."""
         self._layers: list[_Layer] = []
         self._head: _Product | None = None
-        self._seen: list[tuple[int, int]] = []
+        self._places: list[tuple[int, int]] = []
+        self._samples: list[Tensor] = []
+        self._values = torch.empty(0)
 
     def logits(self, ids: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
         """Return logits [R, V] of the newest tokens [R], whose keys and values `layout` takes."""
@@ -154,13 +158,15 @@ class MergedForward:
 
     def _refresh(self) -> None:
         """Merge the weights if they have changed."""
-        seen = [(each.data_ptr(), each._version) for each in self._parameters]
-        if seen == self._seen:
+        places = [(each.data_ptr(), each._version) for each in self._parameters]
+        if places == self._places and torch.equal(torch.cat(self._samples), self._values):
             return
         self.drop()
         self._layers.extend(map(self._merge, self._body.layers))
         self._head = _Product(output_head(self._model).weight * self._body.norm.weight)
-        self._seen = seen
+        self._places = places
+        self._samples = [each.detach().view(-1)[:1] for each in self._parameters]
+        self._values = torch.cat(self._samples)
 
     def _merge(self, layer: Any) -> _Layer:
         attention, mlp, qk_norm, bias = layer.self_attn, layer.mlp, None, None
