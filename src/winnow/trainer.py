@@ -134,11 +134,12 @@ class Trainer:
     `train` after the run was saved, by KeyboardInterrupt and by exit code 75.
 
     Args:
-        model: folder or hub name; None: that of the recipe.
+        model: folder or hub name, with the machine's default of threads; None: that of the recipe.
         data: rows to train on, or their files; None: those of the recipe.
         reward: function, in verl's, TRL's or Winnow's signature, sync or async, or its file, or a
-            list of these, whose weighted sum is the reward. The first says what is right (`acc`,
-            or a score above 0), the others are `reward.parts` of their names. None: the recipe's.
+            list of these, whose weighted sum is the reward and, where the recipe filters groups by
+            accuracy, what they are filtered by. The first says what is right (`acc`, or a score
+            above 0), the others are `reward.parts` of their names. None: the recipe's.
         recipe: name or file of the recipe; what is not set here is as there.
         reward_weights: a number for each of a list of rewards; all 1 by default.
         eval_data: held-out rows, or their files.
@@ -171,18 +172,22 @@ class Trainer:
         hints = get_type_hints(Settings, include_extras=True)
         keys = {name: hint.__metadata__[0] for name, hint in hints.items()}
         typed = [_setting(keys.get(name, name), value) for name, value in settings.items()]
-        run = parse_recipe(recipe, [*typed, *overrides]).run
-        self.path, is_new = run_path(run, recipe)
+        base = parse_recipe(recipe, [*typed, *overrides])
+        self.path, is_new = run_path(base.run, recipe)
         self._inputs: dict[Path, bytes] = {}
         words = [_setting("run.name", self.path.name)] if is_new else []
         if model is not None:
             words += [_setting("model.path", os.fspath(model)), _setting("warm_start", "none")]
+            words.append(_setting("run.threads", None))
         if data is not None:
             words += [_setting("data.task", "none"), _setting("run.description", [])]
             words.append(_setting("data.train_files", self._files("data", data)))
         if eval_data is not None:
             words.append(_setting("data.eval_files", self._files("eval_data", eval_data)))
         words += self._reward_settings(reward, reward_weights)
+        is_sum = isinstance(reward, list | tuple) and len(reward) > 1
+        if is_sum and getattr(base.sampling.filter, "metric", "") == "accuracy":
+            words.append(_setting("sampling.filter.metric", "reward"))
         if isinstance(environment, list | tuple):
             words.append(_setting("environment", "tools"))
             words.append(_setting("environment.tools", [*map(self._place, environment)]))
