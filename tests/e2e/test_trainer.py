@@ -28,6 +28,7 @@ from winnow.data.images import open_image
 from winnow.data.sort_digits import build_tokenizer
 from winnow.data.sources import read_rows
 from winnow.environments import Step
+from winnow.errors import ConfigError, DataError, RewardError, WinnowError
 
 STEPS = 3
 ROWS = [{"prompt": f"{i}{j}:", "answer": f"{min(i, j)}{max(i, j)}"} for i in "246" for j in "135"]
@@ -213,8 +214,8 @@ BAD: list[tuple[dict[str, Any], type[WinnowError], str]] = [
      "for 2 reward functions; give one for each"),
     ({"data": [{"prompt": "1:"}, 7]}, DataError, "data[1] must be a dict with columns, got a int"),
     ({"data": []}, DataError, "data has no rows; give at least one"),
-    ({"data": [{"prompt": {1}}]}, DataError, "data[0]: set is not a value of a data file; leave the "
-     "column out, or make it text"),
+    ({"data": [{"prompt": {1}}]}, DataError, "data[0]: set is not a value of a data file; leave "
+     "the column out, or make it text"),
     ({"overrides": ["trainer.max_restarts=1"]}, ConfigError, "trainer.max_restarts=1 restarts the "
      "process of `winnow train`, and a Trainer's is your program; set it to 0"),
 ]  # fmt: skip
