@@ -172,28 +172,30 @@ class Trainer:
         hints = get_type_hints(Settings, include_extras=True)
         keys = {name: hint.__metadata__[0] for name, hint in hints.items()}
         typed = [_setting(keys.get(name, name), value) for name, value in settings.items()]
-        base = parse_recipe(recipe, [*typed, *overrides])
-        self.path, is_new = run_path(base.run, recipe)
-        self._inputs: dict[Path, bytes] = {}
-        words = [_setting("run.name", self.path.name)] if is_new else []
+        words = list[Setting]()
         if model is not None:
             words += [_setting("model.path", os.fspath(model)), _setting("warm_start", "none")]
             words.append(_setting("run.threads", None))
         if data is not None:
             words += [_setting("data.task", "none"), _setting("run.description", [])]
-            words.append(_setting("data.train_files", self._files("data", data)))
-        if eval_data is not None:
-            words.append(_setting("data.eval_files", self._files("eval_data", eval_data)))
         words += self._reward_settings(reward, reward_weights)
-        is_sum = isinstance(reward, list | tuple) and len(reward) > 1
-        if is_sum and getattr(base.sampling.filter, "metric", "") == "accuracy":
-            words.append(_setting("sampling.filter.metric", "reward"))
         if isinstance(environment, list | tuple):
             words.append(_setting("environment", "tools"))
             words.append(_setting("environment.tools", [*map(self._place, environment)]))
         elif environment is not None:
             words.append(_setting("environment", "custom"))
             words.append(_setting("environment.path", self._place(environment)))  # type: ignore[arg-type]
+        base = parse_recipe(recipe, [*words, *typed, *overrides])
+        self.path, is_new = run_path(base.run, recipe)
+        words += [_setting("run.name", self.path.name)] * is_new
+        is_sum = isinstance(reward, list | tuple) and len(reward) > 1
+        if is_sum and getattr(base.sampling.filter, "metric", "") == "accuracy":
+            words.append(_setting("sampling.filter.metric", "reward"))
+        self._inputs: dict[Path, bytes] = {}
+        if data is not None:
+            words.append(_setting("data.train_files", self._files("data", data)))
+        if eval_data is not None:
+            words.append(_setting("data.eval_files", self._files("eval_data", eval_data)))
         self.config = load_recipe(recipe, [*words, *typed, *overrides])
         if self.config.trainer.max_restarts:
             raise ConfigError(
@@ -319,7 +321,7 @@ class Trainer:
     def evaluate(self, data: Rows | None = None, overrides: Sequence[str] = ()) -> Report:
         """Evaluate the newest checkpoint on held-out rows, before the first the starting model.
 
-        Answers and figures are stored as `winnow eval` stores them.
+        Answers and figures are stored as `winnow eval` stores them, in a folder of the run's eval/.
 
         Args:
             data: instead of `eval_data`.
@@ -338,11 +340,13 @@ class Trainer:
             from winnow.commands.evaluate import EvalRequest, run_evaluation
 
             with tempfile.TemporaryDirectory(prefix="winnow-") as folder:
-                model, recipe = self._newest_model(), None
-                if model != str(self.path):
+                model, recipe, out = self._newest_model(), None, None
+                if model == str(self.path):
+                    out = str(unused_path(RunFolder(self.path).evaluations, "asked"))
+                else:
                     recipe = str(Path(folder) / "trainer.yaml")
                     Path(recipe).write_text(dump_config(self.config))
-                request = EvalRequest(model, tuple(overrides), files, recipe)
+                request = EvalRequest(model, tuple(overrides), files, recipe, out)
                 console = Console(quiet=self.config.observe.console == "off")
                 return run_evaluation(request, console, work.stop)
 

@@ -151,9 +151,10 @@ def test_a_run_of_program_objects_is_continued_by_its_program_alone(
 
 
 def test_it_is_evaluated_asked_and_pushed_before_and_after_training(
-    whole: winnow.RunRecord, here: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+    here: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, after = trainer("young"), trainer("whole")
+    before, after = trainer("young"), trainer("asked")
+    after.train()
     ((first,),) = before.generate(["31:"], temperature=0)
     assert len(first.token_ids) <= TYPED["max_response_tokens"]
     with pytest.raises(ConfigError, match=r"max_tokens must be in \[1, 8\], got 9"):
@@ -206,7 +207,7 @@ def test_an_environment_of_the_program_plays_in_its_process(here: Path) -> None:
 
 
 BAD: list[tuple[dict[str, Any], type[WinnowError], str]] = [
-    ({"lr": "fast"}, ConfigError, "optim.lr must be a number above 0, got 'fast' (set by "
+    ({"lr": "fast"}, ConfigError, "optim.lr must be a number greater than 0, got 'fast' (set by "
      "winnow.Trainer)"),
     ({"num_generations": 4}, ConfigError, "num_generations is not a known key (set by "
      "winnow.Trainer); that is TRL's name for rollout.n"),
@@ -216,8 +217,8 @@ BAD: list[tuple[dict[str, Any], type[WinnowError], str]] = [
     ({"data": []}, DataError, "data has no rows; give at least one"),
     ({"data": [{"prompt": {1}}]}, DataError, "data[0]: set is not a value of a data file; leave "
      "the column out, or make it text"),
-    ({"overrides": ["trainer.max_restarts=1"]}, ConfigError, "trainer.max_restarts=1 restarts the "
-     "process of `winnow train`, and a Trainer's is your program; set it to 0"),
+    ({"overrides": [*OTHERS, "trainer.max_restarts=1"]}, ConfigError, "trainer.max_restarts=1 "
+     "restarts the process of `winnow train`, and a Trainer's is your program; set it to 0"),
 ]  # fmt: skip
 
 
@@ -317,5 +318,9 @@ def test_ctrl_c_and_sigterm_save_the_run_before_they_end_the_program(
         assert said.code == code, said.err
         assert "then saving" in said.err
         assert ("interrupted" in said.err) == (number == signal.SIGINT)
-    run = trainer("signalled", [even]).train()
+
+    def reward(solution_str: str, ground_truth: str) -> float:
+        return float(even(solution_str, ground_truth))
+
+    run = trainer("signalled", reward).train()
     assert differences(whole.path, run.path, STEPS) == []
