@@ -14,13 +14,13 @@ The run has a thread for itself, so a running event loop does not matter.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import io
 import json
 import os
 import queue
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,14 +32,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack, ge
 
 from winnow.api import LLM, Completion, RunRecord, open_run, run_path
 from winnow.config.judge import RESERVED_PARTS
-from winnow.config.load import Setting, dump_config, load_recipe, parse_recipe
-from winnow.errors import ConfigError, DataError, WinnowError
+from winnow.config.load import Setting, load_recipe, parse_recipe
+from winnow.errors import ConfigError, DataError
 from winnow.observe.files import INPUTS, RunFolder, unused_path, write_atomic
 from winnow.user_code import PROGRAM, place_of, program_objects
 
 if TYPE_CHECKING:
     from winnow.evaluation.report import Report
-    from winnow.run.shutdown import ShutdownSignal
 
 Rows = str | os.PathLike[str] | Iterable[Any]
 """A data file, files, or rows: dicts, or a `datasets.Dataset`; images may be Pillow's."""
@@ -53,8 +52,6 @@ class Settings(TypedDict, total=False):
     """The settings of a `Trainer` that have a keyword, each with its key in recipes."""
 
     lr: Annotated[float, "optim.lr"]
-    warmup_steps: Annotated[int, "optim.warmup_steps"]
-    weight_decay: Annotated[float, "optim.weight_decay"]
     steps: Annotated[int, "trainer.steps"]
     epochs: Annotated[float | None, "trainer.data_epochs"]
     groups_per_step: Annotated[int, "sampling.groups_per_step"]
@@ -64,7 +61,6 @@ class Settings(TypedDict, total=False):
     temperature: Annotated[float, "rollout.temperature"]
     max_prompt_tokens: Annotated[int, "data.max_prompt_tokens"]
     max_response_tokens: Annotated[int, "rollout.max_response_tokens"]
-    system_prompt: Annotated[str | None, "data.system_prompt"]
     eval_every: Annotated[int | None, "evaluation.every"]
     save_every: Annotated[int | None, "trainer.save_every"]
     dtype: Annotated[Literal["float32", "bfloat16"], "model.dtype"]
@@ -134,11 +130,12 @@ class Trainer:
     `train` after the run was saved, by KeyboardInterrupt and by exit code 75.
 
     Args:
-        model: folder or hub name; None: that of the recipe.
+        model: folder or hub name, with the machine's default of threads; None: that of the recipe.
         data: rows to train on, or their files; None: those of the recipe.
         reward: function, in verl's, TRL's or Winnow's signature, sync or async, or its file, or a
-            list of these, whose weighted sum is the reward. The first says what is right (`acc`,
-            or a score above 0), the others are `reward.parts` of their names. None: the recipe's.
+            list of these, whose weighted sum is the reward and, where the recipe filters groups by
+            accuracy, what they are filtered by. The first says what is right (`acc`, or a score
+            above 0), the others are `reward.parts` of their names. None: the recipe's.
         recipe: name or file of the recipe; what is not set here is as there.
         reward_weights: a number for each of a list of rewards; all 1 by default.
         eval_data: held-out rows, or their files.
@@ -167,36 +164,43 @@ class Trainer:
         **settings: Unpack[Settings],
     ) -> None:
         self._objects: dict[str, Any] = {}
+        self._inputs: dict[Path, bytes] = {}
         self._recipe, self._callbacks = recipe, tuple(callbacks)
         hints = get_type_hints(Settings, include_extras=True)
         keys = {name: hint.__metadata__[0] for name, hint in hints.items()}
-        typed = [_setting(keys.get(name, name), value) for name, value in settings.items()]
-        run = parse_recipe(recipe, [*typed, *overrides]).run
-        self.path, is_new = run_path(run, recipe)
-        self._inputs: dict[Path, bytes] = {}
-        words = [_setting("run.name", self.path.name)] if is_new else []
+        typed = {keys.get(name, name): value for name, value in settings.items()}
+        words = self._reward_settings(reward, reward_weights)
         if model is not None:
-            words += [_setting("model.path", os.fspath(model)), _setting("warm_start", "none")]
+            words |= {"model.path": os.fspath(model), "warm_start": "none", "run.threads": None}
         if data is not None:
-            words += [_setting("data.task", "none"), _setting("run.description", [])]
-            words.append(_setting("data.train_files", self._files("data", data)))
-        if eval_data is not None:
-            words.append(_setting("data.eval_files", self._files("eval_data", eval_data)))
-        words += self._reward_settings(reward, reward_weights)
+            words |= {"data.task": "none", "run.description": []}
         if isinstance(environment, list | tuple):
-            words.append(_setting("environment", "tools"))
-            words.append(_setting("environment.tools", [*map(self._place, environment)]))
+            words |= {"environment": "tools", "environment.tools": [*map(self._place, environment)]}
         elif environment is not None:
-            words.append(_setting("environment", "custom"))
-            words.append(_setting("environment.path", self._place(environment)))  # type: ignore[arg-type]
-        self.config = load_recipe(recipe, [*words, *typed, *overrides])
-        if self.config.trainer.max_restarts:
+            words |= {"environment": "custom", "environment.path": self._place(environment)}
+        base = parse_recipe(recipe, [*_settings(words), *_settings(typed), *overrides])
+        self.path, is_new = run_path(base.run, recipe)
+        if is_new:
+            words["run.name"] = self.path.name
+        if data is not None:
+            words["data.train_files"] = self._files("data", data)
+        if eval_data is not None:
+            words["data.eval_files"] = self._files("eval_data", eval_data)
+        if base.reward.parts and getattr(base.sampling.filter, "metric", "") == "accuracy":
+            words["sampling.filter.metric"] = "reward"
+        config = load_recipe(recipe, [*_settings(words), *_settings(typed), *overrides])
+        self.config = config
+        if config.trainer.max_restarts:
             raise ConfigError(
-                f"trainer.max_restarts={self.config.trainer.max_restarts} restarts the process of "
+                f"trainer.max_restarts={config.trainer.max_restarts} restarts the process of "
                 "`winnow train`, and a Trainer's is your program; set it to 0"
             )
+        self._write_inputs()
+
+    def _write_inputs(self) -> None:
         for file, content in self._inputs.items():
             write_atomic(file, content)
+        self._inputs.clear()
 
     def _files(self, argument: str, rows: Rows) -> list[str]:
         """Return data files; rows become a new one, named by its content."""
@@ -216,24 +220,23 @@ class Trainer:
 
     def _reward_settings(
         self, reward: UserCode | Sequence[UserCode] | None, weights: Sequence[float] | None
-    ) -> Iterator[Setting]:
+    ) -> dict[str, Any]:
         rewards = reward if isinstance(reward, list | tuple) else [reward] * (reward is not None)
-        if weights is not None and len(weights) != len(rewards):
+        if len(rewards) != len(weights or rewards):
             raise ConfigError(
-                f"reward_weights has {len(weights)} numbers for {len(rewards)} reward functions; "
-                "give one for each"
+                f"reward_weights has {len(weights or ())} numbers for {len(rewards)} reward "
+                "functions; give one for each"
             )
-        parts = set[str]()
+        words: dict[str, Any] = {}
         for number, each in enumerate(rewards):
             place, _, name = self._place(each).rpartition(":")
-            is_taken = name in parts or name in RESERVED_PARTS
-            part = f"{name}_{number + 1}" if is_taken else name
-            parts.add(part)
-            key = f"reward.parts.{part}" if number else "reward.function"
-            yield from (_setting(f"{key}.path", place), _setting(f"{key}.name", name))
-            if weights is not None:
-                key = f"{key}.weight" if number else "reward.weights.task"
-                yield _setting(key, weights[number])
+            is_taken = f"reward.parts.{name}.path" in words or name in RESERVED_PARTS
+            part = f"reward.parts.{name}_{number + 1}" if is_taken else f"reward.parts.{name}"
+            key, weight = part if number else "reward.function", f"{part}.weight"
+            words |= {f"{key}.path": place, f"{key}.name": name}
+            if weights:
+                words[weight if number else "reward.weights.task"] = weights[number]
+        return words
 
     def _place(self, code: UserCode) -> str:
         """Return the place of a user's code, which is this program where there is no other."""
@@ -272,6 +275,8 @@ class Trainer:
 
         Leaving the loop stops the run, which is saved and continues another time.
         """
+        from winnow.run.shutdown import EXIT_INTERRUPTED
+
         is_stopped = False
 
         def stop() -> None:
@@ -280,20 +285,21 @@ class Trainer:
             work.stop.request_stop(signal.SIGTERM, "step.stop()")
 
         work = _Work(self._train, self._objects)
+        done = work.next()
         try:
-            while (done := work.next()) is not None:
+            while done is not None:
                 step = TrainerStep(*done, self.run, stop)
                 for callback in self._callbacks:
                     callback(step)
                 yield step
-                work.resume()
+                done = None
+                done = work.next()
         finally:
-            if work.is_waiting:
+            if done is not None:  # the loop was left
                 stop()
-                work.resume()
                 work.next()
         if (code := work.outcome.result()) and not is_stopped:
-            _raise_for(code)
+            raise KeyboardInterrupt if code == EXIT_INTERRUPTED else SystemExit(code)
 
     def _train(self, work: _Work) -> int:
         from rich.console import Console
@@ -312,36 +318,27 @@ class Trainer:
         return run_training(self.config, options)
 
     def evaluate(self, data: Rows | None = None, overrides: Sequence[str] = ()) -> Report:
-        """Evaluate the newest checkpoint on held-out rows, before the first the starting model.
+        """Evaluate the newest checkpoint on held-out rows, as `winnow eval` does.
 
-        Answers and figures are stored as `winnow eval` stores them.
+        Answers and figures are stored in a folder of the run's eval/.
 
         Args:
             data: instead of `eval_data`.
             overrides: settings, such as `evaluation.n=16`.
 
         Raises:
-            WinnowError: there are no rows or no model, or these do not fit the settings.
+            WinnowError: there are no rows or no checkpoint, or these do not fit the settings.
         """
-        files = () if data is None else tuple(self._files("eval_data", data))
-        for file in set(map(Path, files)) & self._inputs.keys():
-            write_atomic(file, self._inputs[file])
+        from rich.console import Console
 
-        def evaluate(work: _Work) -> Report:
-            from rich.console import Console
+        from winnow.commands.evaluate import EvalRequest, run_evaluation
 
-            from winnow.commands.evaluate import EvalRequest, run_evaluation
-
-            with tempfile.TemporaryDirectory(prefix="winnow-") as folder:
-                model, recipe = self._newest_model(), None
-                if model != str(self.path):
-                    recipe = str(Path(folder) / "trainer.yaml")
-                    Path(recipe).write_text(dump_config(self.config))
-                request = EvalRequest(model, tuple(overrides), files, recipe)
-                console = Console(quiet=self.config.observe.console == "off")
-                return run_evaluation(request, console, work.stop)
-
-        work = _Work(evaluate, self._objects)
+        files = () if data is None else self._files("eval_data", data)
+        self._write_inputs()
+        out = unused_path(RunFolder(self.path).evaluations, "asked")
+        request = EvalRequest(str(self.path), tuple(overrides), tuple(files), out=str(out))
+        console = Console(quiet=self.config.observe.console == "off")
+        work = _Work(lambda work: run_evaluation(request, console, work.stop), self._objects)
         work.next()
         report: Report = work.outcome.result()
         return report
@@ -355,12 +352,9 @@ class Trainer:
             sampling: keywords of `LLM.generate`, such as `temperature=0`.
 
         Raises:
-            WinnowError: there is no model yet, or an argument is out of its range.
+            WinnowError: there is no checkpoint yet, or an argument is out of its range.
         """
-        config, model = self.config, self._newest_model()
-        own = [f"rollout.max_response_tokens={config.rollout.max_response_tokens}"]
-        own += [f"model.dtype={config.model.dtype}"]
-        with LLM(model, () if model == str(self.path) else own) as llm:
+        with LLM(self.path) as llm:
             return llm.generate(prompts, n, **sampling)
 
     def push_to_hub(self, repo: str, *, private: bool = False, revision: str | None = None) -> str:
@@ -381,25 +375,12 @@ class Trainer:
         hub = HubTarget(repo, private, revision)
         return run_export(str(self.path), str(target), None, hub=hub)
 
-    def _newest_model(self) -> str:
-        """Return the run's folder where it has a checkpoint, else the model that it begins with."""
-        from winnow.checkpoints.checkpoint import checkpoints_in
-
-        if checkpoints_in(RunFolder(self.path).checkpoints):
-            return str(self.path)
-        if self.config.model.path is None:
-            raise WinnowError(
-                f"{self.path} has no model yet, as a warm start makes it; train first, or give "
-                "model=FOLDER"
-            )
-        return self.config.model.path
-
 
 class _Work:
     """Work in a thread for itself, which may run an event loop, and what it hands over.
 
     Args:
-        work: gets this object; `hand_over` waits there for `resume`.
+        work: gets this object; it begins with the first `next`, and `hand_over` waits for another.
         objects: the program's, by the names in the recipe.
     """
 
@@ -408,13 +389,12 @@ class _Work:
         from winnow.workers.threads import start_thread
 
         program_objects.update(objects)
-        self.stop: ShutdownSignal = ShutdownSignal()
-        self.outcome = Future[Any]()
-        self.is_waiting = False
+        self.stop, self.outcome = ShutdownSignal(), Future[Any]()
         self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._resumed = threading.Semaphore(0)
+        self._asked = threading.Semaphore(0)
 
         def run() -> None:
+            self._asked.acquire()
             try:
                 self.outcome.set_result(work(self))
             except BaseException as error:  # raised where the outcome is asked for
@@ -424,39 +404,25 @@ class _Work:
         start_thread(run, "winnow-trainer")
 
     def hand_over(self, item: Any) -> None:
-        """Hand over an item, and wait until it has been dealt with."""
+        """Hand over an item, and wait until the next is asked for."""
         self._items.put(item)
-        self._resumed.acquire()
+        self._asked.acquire()
 
     def next(self) -> Any:
         """Wait for the next item; None at the end. A signal to stop lets the work end first."""
         from winnow.run.shutdown import Stopped
 
+        self._asked.release()
         with self.stop.listening():
             while True:
-                try:
-                    item = self._items.get()
-                    break
-                except Stopped:  # it came before the work could be interrupted, which ends soon
-                    continue
-        self.is_waiting = item is not None
-        return item
-
-    def resume(self) -> None:
-        """Let the work go on."""
-        self.is_waiting = False
-        self._resumed.release()
+                with contextlib.suppress(
+                    Stopped
+                ):  # before the work was interruptible, as it is soon
+                    return self._items.get()
 
 
-def _raise_for(code: int) -> None:
-    """Raise what a run that was stopped by a signal raises in a program."""
-    from winnow.run.shutdown import EXIT_INTERRUPTED
-
-    raise KeyboardInterrupt if code == EXIT_INTERRUPTED else SystemExit(code)
-
-
-def _setting(key: str, value: Any) -> Setting:
-    return Setting(tuple(key.split(".")), value, _PLACE)
+def _settings(values: Mapping[str, Any]) -> list[Setting]:
+    return [Setting(tuple(key.split(".")), value, _PLACE) for key, value in values.items()]
 
 
 def _json_line(record: Any, origin: str) -> str:

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from benchmarks.kill import differences
+from benchmarks.kill import CHAT_TEMPLATE, differences
+from PIL import Image
 from tests.forked import Server
+from tests.hubs import Hub
 from tests.small_models import digits_model, save
 from tests.winnow_command import draw_no_curve, python
 from tests.winnow_command import winnow as in_winnow
 
 import winnow
 from winnow.commands import train as session
+from winnow.data.images import open_image
 from winnow.data.sort_digits import build_tokenizer
+from winnow.data.sources import read_rows
+from winnow.environments import Step
+from winnow.errors import ConfigError, DataError, RewardError, WinnowError
 
 STEPS = 3
 ROWS = [{"prompt": f"{i}{j}:", "answer": f"{min(i, j)}{max(i, j)}"} for i in "246" for j in "135"]
@@ -137,3 +148,179 @@ def test_a_run_of_program_objects_is_continued_by_its_program_alone(
     said = in_winnow(here, "resume", str(whole.path), "trainer.steps=4", "observe.console=plain")
     assert (said.code, "even is an object of the program that began the run" in said.err) == (2, 1)
     assert len(said.err.strip().splitlines()) == 1
+
+
+def test_it_is_evaluated_asked_and_pushed_before_and_after_training(
+    here: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = trainer("young"), trainer("asked")
+    after.train()
+    ((first,),) = before.generate(["31:"], temperature=0)
+    assert len(first.token_ids) <= TYPED["max_response_tokens"]
+    with pytest.raises(ConfigError, match=r"max_tokens must be in \[1, 8\], got 9"):
+        after.generate(["31:"], max_tokens=9)
+    for each, answers in ((before, 1), (after, 2)):
+        report = each.evaluate(overrides=[f"evaluation.n={answers}"])
+        assert len(report.sources["eval_data"].prompts) == 3
+        assert report.sources["eval_data"].answers == answers
+    other = after.evaluate([{"prompt": "9:", "answer": "9"}])
+    assert len(other.sources["eval_data"].prompts) == 1
+    monkeypatch.setenv("HF_TOKEN", "write")
+    with pytest.raises(WinnowError, match="not a run's folder"):
+        before.push_to_hub("owner/young")
+    after.push_to_hub("owner/sort", private=True)
+    card = hub.repos["owner/sort"]["README.md"].decode()
+    for part in (
+        "| training data | data.jsonl |",
+        "| reward | program:even |",
+        "| versions | winnow ",
+        "| Held-out accuracy, 95 % interval over problems | step 0 | step 3 |",
+    ):
+        assert part in card, part
+    (line,) = [line for line in card.splitlines() if line.startswith("| eval_data, 3 problems |")]
+    assert re.fullmatch(r"\| eval_data, 3 problems( \| [\d.]+ \[[\d.]+, [\d.]+\]){2} \|", line)
+    assert str(here) not in card
+
+
+class Repeat:
+    """An environment that no other process can import: its class is made in a function."""
+
+    def reset(self, row: Any) -> Any:
+        self.digits = row["ground_truth"]
+        return ()
+
+    def step(self, turn: Any) -> Step:
+        return Step("1:", reward=len(turn.text) / 8, done=len(turn.text) % 2 == 0)
+
+
+def test_an_environment_of_the_program_plays_in_its_process(here: Path) -> None:
+    kind = type("Local", (Repeat,), {})
+    (here / "chat.jinja").write_text(CHAT_TEMPLATE)
+    words = [*OTHERS, "data.chat_template=chat.jinja", "environment.max_turns=3",
+             "reward/manager=environment"]  # fmt: skip
+    one = trainer("plays", None, environment=kind, overrides=words, steps=1, max_response_tokens=16)
+    (step,) = one
+    assert step.figures["environment/faults"] == 0
+    assert max(len(turns or ()) for turns in one.run.rollouts(1)["turns"].to_pylist()) > 1
+    apart = trainer("apart", None, environment=Repeat, overrides=words).config
+    assert apart.environment.path == f"{__name__}:Repeat"  # type: ignore[union-attr]
+
+
+BAD: list[tuple[dict[str, Any], type[WinnowError], str]] = [
+    ({"lr": "fast"}, ConfigError, "optim.lr must be a number greater than 0, got 'fast' (set by "
+     "winnow.Trainer)"),
+    ({"num_generations": 4}, ConfigError, "num_generations is not a known key (set by "
+     "winnow.Trainer); that is TRL's name for rollout.n"),
+    ({"reward": [even, even], "reward_weights": [1]}, ConfigError, "reward_weights has 1 numbers "
+     "for 2 reward functions; give one for each"),
+    ({"data": [{"prompt": "1:"}, 7]}, DataError, "data[1] must be a dict with columns, got a int"),
+    ({"data": []}, DataError, "data has no rows; give at least one"),
+    ({"data": [{"prompt": {1}}]}, DataError, "data[0]: set is not a value of a data file; leave "
+     "the column out, or make it text"),
+    ({"overrides": [*OTHERS, "trainer.max_restarts=1"]}, ConfigError, "trainer.max_restarts=1 "
+     "restarts the process of `winnow train`, and a Trainer's is your program; set it to 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "line"), BAD, ids=[next(iter(b[0])) for b in BAD])
+def test_bad_input_is_one_line_and_leaves_no_folder(
+    changes: dict[str, Any], error: type[WinnowError], line: str
+) -> None:
+    with pytest.raises(error) as caught:
+        trainer("bad", **changes)
+    assert str(caught.value) == line
+    assert not Path("runs/bad").exists()
+
+
+def test_a_reward_without_the_columns_that_it_names_ends_the_run_in_one_line() -> None:
+    def needs(completions: list[str], gold: list[str]) -> list[float]:
+        return [1.0 for _ in gold]
+
+    with pytest.raises(RewardError, match=r"missing 1 required positional argument: 'gold'"):
+        trainer("columns", needs).train()
+
+
+def test_rows_may_hold_images_numbers_of_numpy_and_bytes(tmp_path: Path) -> None:
+    picture = Image.new("RGB", (3, 2), "red")
+    row = {"prompt": [{"role": "user", "content": [{"type": "image", "image": picture},
+           {"type": "text", "text": "What?"}]}], "answer": np.int64(7)}  # fmt: skip
+    made = trainer("images", data=[row, {**row, "answer": 8}], dir=str(tmp_path))
+    (file,) = made.config.data.train_files
+    first, second = read_rows([file])
+    assert (first.ground_truth, second.ground_truth) == ("7", "8")
+    opened = open_image(first.images[0], "image 1", made.config.data)
+    assert (opened.size, opened.getpixel((0, 0))) == ((3, 2), (255, 0, 0))
+    assert first.messages[0]["content"] == "<image>What?"
+
+
+def test_a_list_of_functions_is_summed_and_filtered_by_the_sum() -> None:
+    config = trainer("listed", [even, lambda response: 1.0, "even.py:even"]).config
+    reward = config.reward
+    assert (reward.function.path, reward.function.name) == ("program", "even")
+    assert {name: part.path for name, part in reward.parts.items()} == {
+        "function": "program",
+        "even_3": "even.py",
+    }
+    assert config.sampling.filter.metric == "reward"  # type: ignore[union-attr]
+    weighted = trainer("listed", [even, even], reward_weights=[0.5, 2.0]).config.reward
+    assert (weighted.weights.task, weighted.parts["even_2"].weight) == (0.5, 2.0)
+
+
+def programs(page: str) -> list[str]:
+    text = (Path(__file__).parents[2] / "docs" / page).read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
+    return [block.replace('"FOLDER"', '"model"') for block in blocks]
+
+
+def test_the_programs_of_the_pages_run(here: Path, server: Server) -> None:
+    ours = [programs("from_trl.md")[1], "import winnow\n" + programs("python.md")[1]]
+    for program, run in zip(ours, ("sort", "object"), strict=True):
+        python(server, program, here).check()
+        assert winnow.open_run(here / "runs" / run).metrics[-1]["step"] == 2
+    parts = winnow.open_run(here / "runs/sort").metrics[-1]
+    assert {"score/parts/task/mean", "score/parts/short/mean"} <= parts.keys()
+
+
+@pytest.mark.slow
+def test_the_program_of_trl_beside_ours_runs_too(here: Path) -> None:
+    pytest.importorskip("trl")
+    program = programs("from_trl.md")[0]
+    program = program.replace("GRPOConfig(", "GRPOConfig(use_cpu=True, bf16=False, ")
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=here, capture_output=True)
+    assert (here / "runs/sort").is_dir()
+
+
+SIGNALLED = """
+import os, signal, sys
+from tests.e2e.test_trainer import even, trainer
+
+asked = 0
+
+def reward(solution_str, ground_truth):
+    global asked
+    asked += 1
+    if asked == 20:
+        os.kill(os.getpid(), NUMBER)
+    return even(solution_str, ground_truth)
+
+try:
+    trainer("signalled", reward).train()
+except KeyboardInterrupt:
+    sys.exit("interrupted")
+"""
+
+
+def test_ctrl_c_and_sigterm_save_the_run_before_they_end_the_program(
+    whole: winnow.RunRecord, here: Path, server: Server
+) -> None:
+    for number, code in ((signal.SIGINT, 1), (signal.SIGTERM, 75)):
+        said = python(server, SIGNALLED.replace("NUMBER", str(int(number))), here)
+        assert said.code == code, said.err
+        assert "then saving" in said.err
+        assert ("interrupted" in said.err) == (number == signal.SIGINT)
+
+    def reward(solution_str: str, ground_truth: str) -> float:
+        return float(even(solution_str, ground_truth))
+
+    run = trainer("signalled", reward).train()
+    assert differences(whole.path, run.path, STEPS) == []

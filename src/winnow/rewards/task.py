@@ -162,14 +162,12 @@ class UserScorer:
         names = _SCORERS_ARGUMENTS if "response" in signature.parameters else _ARGUMENTS
         names = tuple(f"{name}s" for name in names) if batched else names
         self._names = ("completions", "prompts") if self._is_trl else names
-        kinds = [each.kind for each in signature.parameters.values()]
-        self._accepts = None if inspect.Parameter.VAR_KEYWORD in kinds else {*signature.parameters}
-        """Names of its parameters; None where it takes any."""
-        passed = [name for name in self._names if self._accepts is None or name in self._accepts]
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+        self._accepts = lambda name: takes_any or name in signature.parameters
+        passed = dict.fromkeys(filter(self._accepts, self._names))
         try:  # which columns there are is known with the rows alone
-            bind = signature.bind_partial if self._is_trl else signature.bind
-            bind(**dict.fromkeys(passed), **kwargs)
-            if not {"completions", names[1]} & {*passed}:
+            (signature.bind_partial if self._is_trl else signature.bind)(**passed, **kwargs)
+            if not {"completions", names[1]} & passed.keys():
                 raise TypeError(f"it takes no {names[1]}")
         except TypeError as error:
             raise RewardError(
@@ -189,17 +187,14 @@ class UserScorer:
         if self._is_trl:
             arguments = _trl_arguments(batch)
         else:
-            wants_columns = self._names == _SCORERS_ARGUMENTS
-            infos = [row if wants_columns else row.get("extra_info") or {} for *_, row in batch]
-            rows = [(*each[:3], dict(info)) for each, info in zip(batch, infos, strict=True)]
-            lists = [list(column) for column in zip(*rows, strict=True)]
-            values = lists if self.batched else rows[0]
+            whole = self._names == _SCORERS_ARGUMENTS
+            rows = [
+                (*each[:3], dict(each[3] if whole else each[3].get("extra_info") or {}))
+                for each in batch
+            ]
+            values = [[*column] for column in zip(*rows, strict=True)] if self.batched else rows[0]
             arguments = dict(zip(self._names, values, strict=True))
-        passed = {
-            name: value
-            for name, value in arguments.items()
-            if self._accepts is None or name in self._accepts
-        }
+        passed = {name: value for name, value in arguments.items() if self._accepts(name)}
         return self._function(**passed, **self._kwargs)
 
     def read(self, raw: Any, count: int) -> list[Outcome]:
