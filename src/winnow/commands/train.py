@@ -135,9 +135,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
         workers = worker_processes(config, roles, policy, first)
         early = stack.enter_context(workers) if "environment" in roles else None
         environments = stack.enter_context(environment_processes(config, policy.tokenizer, early))
-        _note(sink, *history_notes(config, policy))
-        if policy.dequantised_from is not None:
-            _note(sink, f"{path}: weights dequantised from {policy.dequantised_from}")
+        _note(sink, *policy.notes, *history_notes(config, policy))
         begin = first_messages_of(config.environment, environments, partial(_note, sink))
         data, config, saved_config = _read_data(config, opened, policy, begin)
         start_workers = partial(early or stack.enter_context(workers), config=config)

@@ -170,6 +170,12 @@ class LoadedPolicy:
         return getattr(self.model.config, DEQUANTISED, None)
 
     @property
+    def notes(self) -> list[str]:
+        """A line for the user where the weights were quantized."""
+        types = self.dequantised_from
+        return [] if types is None else [f"{self.path}: weights dequantised from {types}"]
+
+    @property
     def vision(self) -> VisionInput | None:
         """The processor and config of its images; None for a model of text alone."""
         processor = getattr(self.model, "image_processor", None)
