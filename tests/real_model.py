@@ -18,6 +18,7 @@ SMALL = (
     *("observe.console=plain", "run.threads=1", "evaluation.n=1", "trainer.steps=1"),
     *("sampling.groups_per_step=2", "rollout.n=2", "sampling/filter=none"),
     *("trainer.microbatch_tokens=256", "optim.warmup_steps=0"),
+    *("reward.function.path=reward.py", "reward.workers=0"),
 )
 """Settings of a run of seconds."""
 

@@ -15,9 +15,14 @@ from tests.winnow_command import in_own_process, in_this_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import winnow
+from winnow.models.lora import adapter_base
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.metrics import Record
 
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(solution_str) % 5)
+"""
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 
@@ -26,6 +31,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a finished run, `whole`."""
     smollm2()
     folder = tmp_path_factory.mktemp("home")
+    # So few answers are right so seldom that they would teach nothing.
+    (folder / "reward.py").write_text(REWARD)
     words = ("train", "smollm2", "run.name=whole", *SMALL)
     said = in_this_process(*words, folder=folder).check().out.replace("\n", " ")
     assert f"{URL}: weights dequantised from Q4_1 and Q8_0" in said
@@ -40,6 +47,7 @@ def test_the_tutorials_evaluation_comparison_export_and_chat(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = "evaluation.n=1", "data.task.eval_problems=3", "rollout.max_response_tokens=8"
+    asked += ("reward.function.path=null",)
     for model, out in ((URL, "base"), ("runs/whole", "trained")):
         recipe = ("--recipe", "smollm2") if model == URL else ()
         words = ("eval", model, *recipe, "--out", out, "run.threads=1", *asked)
@@ -75,8 +83,7 @@ def test_an_adapter_is_trained_on_the_model_that_its_url_names(home: Path) -> No
     words = "model/adapter=lora", "model.adapter.rank=4", "evaluation.before=false"
     in_this_process("train", "smollm2", "run.name=lora", *SMALL, *words, folder=home).check()
     assert last(home, "lora")["mismatch/max_delta"] < 1e-4
-    adapter = home / "runs/lora/checkpoints/step-1/model/adapter_config.json"
-    assert json.loads(adapter.read_text())["base_model_name_or_path"] == URL
+    assert adapter_base(home / "runs/lora/checkpoints/step-1/model") == URL
 
 
 def test_two_ranks_and_an_engine_apart_take_the_same_step(home: Path) -> None:
@@ -85,6 +92,7 @@ def test_two_ranks_and_an_engine_apart_take_the_same_step(home: Path) -> None:
     in_own_process(*words, folder=home).check()
     one, two = last(home, "whole"), last(home, "ranks")
     assert two["mismatch/max_delta"] < 1e-4
+    assert one["actor/grad_norm"] > 0
     assert two["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-3)
 
 
