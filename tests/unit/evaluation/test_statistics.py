@@ -146,6 +146,19 @@ def test_the_interval_covers_the_truth_about_95_times_of_100(prompts: int, n: in
     assert 0.93 <= covered <= 0.975
 
 
+def test_the_accuracy_of_answers_that_ended_is_a_ratio_over_all_of_them_by_hand() -> None:
+    prompts = [
+        PromptAnswers("sums", [1, 0], truncated=[False, True]),
+        PromptAnswers("sums", [0, 0, 0, 1], truncated=[False, False, False, True]),
+    ]
+    ended = summarise(prompts)["sums"].ended
+    assert ended is not None
+    # 1 of 4; residuals of the ratio (1 - 1/4) / 2 and (0 - 3/4) / 2.
+    assert (ended.mean, ended.standard_error, ended.prompts) == (0.25, pytest.approx(0.375), 2)
+    cut = [PromptAnswers("sums", [1], truncated=[True])]
+    assert summarise(cut)["sums"].ended is None
+
+
 def test_the_ks_are_powers_of_two_and_n_itself() -> None:
     assert default_ks(1) == (1,)
     assert default_ks(6) == (1, 2, 4, 6)

@@ -60,7 +60,7 @@ def test_a_star_alone_takes_every_source() -> None:
     [
         ("gsm8k-hard", " (similar: gsm8k)"),
         ("sort_digit", " (similar: sort_digits)"),
-        ("mathematics", ""),
+        ("mathematics", " (similar: arithmetic)"),
         ("klingon", ""),
         ("nqx", " (similar: nq, nq_*)"),
     ],
