@@ -291,7 +291,8 @@ def _results_of_parts(results: Results) -> list[str]:
         by_seed.append(f"| {seed} | {' | '.join(map(_percent, row))} |")
     return [
         table(shown, list(results), columns),
-        "What each part adds:",
+        "What each part adds. At equal tokens the longer run is cut before its learning rate, "
+        "which falls over all steps, has come down; that counts against it.",
         "\n".join(added),
         "pass@1 at equal steps by seed, %:",
         "\n".join(by_seed),
