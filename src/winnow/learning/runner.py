@@ -72,7 +72,7 @@ class ModelRunner(nn.Module):
     def _states(self, micro: MicroBatch, at: Tensor, shift: int) -> tuple[Tensor, Tensor]:
         """Return the states that lie `shift` before the positions `at`, and these positions."""
         ids, positions, rows, shared = micro.token_ids, micro.positions, at - shift, micro.shared
-        lengths, prefixes = micro.contexts, ()
+        lengths, prefixes = micro.contexts, tuple[int, ...]()
         if shared is not None:
             ids, positions = (x.index_select(0, shared.tokens) for x in (ids, positions))
             lengths, prefixes = shared.lengths, shared.prefixes

@@ -190,8 +190,10 @@ class PackedLayout:
             continued += [first + each for first, each in zip(starts[members], own, strict=True)]
             places += [lengths[prefix] + each for each in own]
             sizes.append((int(lengths[members].sum()), int(lengths[prefix])))
-        parts = (_to_device(np.concatenate(x), self.device) for x in (tokens, continued, places))
-        return _Prefixes(*parts, sizes=tuple(sizes))
+        first, second, third = (
+            _to_device(np.concatenate(x), self.device) for x in (tokens, continued, places)
+        )
+        return _Prefixes(first, second, third, tuple(sizes))
 
     @cached_property
     def _packed_keys(self) -> tuple[Tensor, Tensor, int]:
