@@ -53,7 +53,7 @@ class _Blocks:
         """Cut rows [R, N, D] into blocks [sequences, N, length, D]."""
         parts = torch.split(rows, [n * length for n, length in self.shapes])
         pairs = zip(parts, self.shapes, strict=True)
-        return [part.unflatten(0, shape).transpose(1, 2) for part, shape in pairs]
+        return [cast(Any, part).unflatten(0, shape).transpose(1, 2) for part, shape in pairs]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,19 +71,19 @@ class _Prefixes:
 
     def inputs(self, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]) -> Iterator[Any]:
         """Yield each prefix's part of tensors [T, N, D], as [1, N, M, D] or [1, K, P, D]."""
-        counts = [*zip(*self.sizes, strict=True)]
-        parts = [x.index_select(0, self.continued).split(counts[0]) for x in of_queries]
-        parts += [x.index_select(0, self.tokens).split(counts[1]) for x in of_keys]
+        counts = [list(each) for each in zip(*self.sizes, strict=True)]
+        parts = [torch.split(x.index_select(0, self.continued), counts[0]) for x in of_queries]
+        parts += [torch.split(x.index_select(0, self.tokens), counts[1]) for x in of_keys]
         return (tuple(x.transpose(0, 1)[None] for x in each) for each in zip(*parts, strict=True))
 
     def window_masks(self, window: int | None) -> Iterator[Tensor | None]:
         """Yield [M, P] of each prefix, true where a token sees one of it; None where all do."""
-        for places, (_, P) in zip(
-            self.places.split([m for m, _ in self.sizes]), self.sizes, strict=True
-        ):
-            keys = torch.arange(P, device=places.device)
-            hides = window is not None and int(places.max()) >= window
-            yield places[:, None] - keys < window if hides else None
+        parts = torch.split(self.places, [m for m, _ in self.sizes])
+        for places, (_, P) in zip(parts, self.sizes, strict=True):
+            if window is None or int(places.max()) < window:
+                yield None
+            else:
+                yield places[:, None] - torch.arange(P, device=places.device) < window
 
 
 def can_share_prefixes(kernels: str, dtype: torch.dtype, channels: int) -> bool:
@@ -190,8 +190,10 @@ class PackedLayout:
             continued += [first + each for first, each in zip(starts[members], own, strict=True)]
             places += [lengths[prefix] + each for each in own]
             sizes.append((int(lengths[members].sum()), int(lengths[prefix])))
-        parts = (_to_device(np.concatenate(x), self.device) for x in (tokens, continued, places))
-        return _Prefixes(*parts, tuple(sizes))
+        first, second, third = (
+            _to_device(np.concatenate(x), self.device) for x in (tokens, continued, places)
+        )
+        return _Prefixes(first, second, third, tuple(sizes))
 
     @cached_property
     def _packed_keys(self) -> tuple[Tensor, Tensor, int]:
@@ -292,16 +294,17 @@ class _PrefixAttention(torch.autograd.Function):
             outs.append(part.transpose(1, 2).flatten(0, 1))
             sums.append(lse.transpose(1, 2).flatten(0, 1))
         out, lse = (torch.cat(x).index_select(0, blocks.row_of_token) for x in (outs, sums))
-        prefixes, at, parts, sums = layout.prefixes, layout.prefixes.continued, [], []
+        prefixes, at = layout.prefixes, layout.prefixes.continued
+        outs, sums = [], []
         inputs = prefixes.inputs([q], [k, v])
         for qkv, seen in zip(inputs, prefixes.window_masks(window), strict=True):
             part, part_lse = _FLASH(*qkv, attn_mask=_bias(seen, q), scale=scale)
-            parts.append(part[0].transpose(0, 1))
+            outs.append(part[0].transpose(0, 1))
             sums.append(part_lse[0].T)
         pair = torch.stack([lse[at], torch.cat(sums)])
         lse[at] = pair.logsumexp(0)
         own, more = pair.softmax(0)[..., None]
-        out[at] = (own * out[at] + more * torch.cat(parts)).to(out.dtype)
+        out[at] = (own * out[at] + more * torch.cat(outs)).to(out.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = layout, scale, window
         return out
@@ -329,8 +332,8 @@ class _PrefixAttention(torch.autograd.Function):
         inputs = prefixes.inputs([grad, q, out, lse[..., None]], [k, v])
         for each, seen in zip(inputs, prefixes.window_masks(window), strict=True):
             grad_p, q_p, out_p, lse_p, k_p, v_p = each
-            tensors, bias = (grad_p, q_p, k_p, v_p, out_p, lse_p[..., 0]), _bias(seen, q)
-            found = _FLASH_BACKWARD(*tensors, 0.0, False, attn_mask=bias, scale=scale)
+            tensors = [grad_p, q_p, k_p, v_p, out_p, lse_p[..., 0]]
+            found = _FLASH_BACKWARD(*tensors, 0.0, False, attn_mask=_bias(seen, q), scale=scale)
             of_prefixes.append([x[0].transpose(0, 1) for x in found])
         more_q, more_k, more_v = (torch.cat(x) for x in zip(*of_prefixes, strict=True))
         dq.index_add_(0, prefixes.continued, more_q)

@@ -134,7 +134,7 @@ def test_conversations_learn_with_shared_prompts_what_they_learn_with_copies(
         strategy.forward_backward(parts, frozenset({"logprob"}), weighted)
         named = strategy.model.named_parameters()
         found[shares] = {**outputs, **{name: parameter.grad for name, parameter in named}}
-    assert any(micro.shared is not None for micro in parts)
+    assert budget < 1000 or all(micro.shared is not None for micro in parts)
     for name, wanted in found[False].items():
         away = float((found[True][name] - wanted).norm() / wanted.norm())
         assert away < 1e-12, name
