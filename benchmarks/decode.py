@@ -1,7 +1,7 @@
 """Decoding speed of the embedded engine against Hugging Face `generate`, in one run.
 
     python benchmarks/decode.py [--model FOLDER] [--lengths eos|equal|lognormal] [--rows 512]
-        [--limit 128] [--threads 1] [--rounds 5]
+        [--limit 128] [--threads 1] [--rounds 5] [--sides generate engine modules]
 
 Both sample at temperature 1 in fp32 from the model of a folder, or the quickstart's with random
 weights, on the same prompts of 5 to 9 random tokens. Answers end with EOS (of the random model 1
@@ -9,7 +9,8 @@ token in 29, so 29 tokens on average) or at the limit; or all at the limit; or a
 for both sides, log-normal with median 48 and sigma 0.8, at most the limit. `generate` gets all
 requests as one left-padded batch with its dynamic cache, and runs it to its longest answer; tokens
 behind an answer's end do not count. The engine gets groups of 8 that share a prompt, but single
-requests where each has its own length. Sides take turns; CPU-seconds count, prefill included.
+requests where each has its own length. Sides take turns; CPU-seconds count, prefill included. The
+side `modules` is the engine without merged weights. The ratio is the second side's to the first's.
 """
 
 from __future__ import annotations
@@ -110,6 +111,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
+    names = ("generate", "engine", "modules")
+    parser.add_argument("--sides", nargs=2, choices=names, default=names[:2])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     theirs: Any = tiny_model()
@@ -127,16 +130,18 @@ def main() -> None:
         limits = drawn.clip(1, args.limit).tolist()
     ours = copy.deepcopy(theirs)
     use_layout_attention(ours)
-    engine = TorchEngine(ours, slots=args.rows, prefill_tokens=8192)
+    engine, modules = (TorchEngine(ours, args.rows, prefill_tokens=8192) for _ in range(2))
+    modules._merged = None
     sides: dict[str, Callable[[], int]] = {
         "generate": lambda: with_generate(theirs, prompts, limits, eos),
         "engine": lambda: with_engine(engine, prompts, limits, eos),
+        "modules": lambda: with_engine(modules, prompts, limits, eos),
     }
-    rates: dict[str, list[float]] = {name: [] for name in sides}
+    rates: dict[str, list[float]] = {name: [] for name in args.sides}
     for _ in range(args.rounds):
-        for name, write in sides.items():
+        for name in args.sides:
             start = time.process_time()
-            tokens = write()
+            tokens = sides[name]()
             rates[name].append(tokens / (time.process_time() - start))
             print(f"{name}: {tokens} tokens, {rates[name][-1]:,.1f} a CPU-second", flush=True)
     ratios = [b / a for a, b in zip(*rates.values(), strict=True)]
