@@ -29,7 +29,8 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
 INPUTS := pyproject.toml constraints.txt
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+# Python compiles what it imports, a third of what is installed.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	-c constraints.txt $(PIP_FLAGS)
 # Four processes with one thread each fill two cores, as tests often wait for processes that they
 # started. A file is one process's, for what its tests share; files go in the order of
@@ -144,7 +145,7 @@ define install
 @rm -f $(BASE) $(DEV)
 @echo "Installing '$(1)' into $(VENV): a minute, longer on a slow line (PIP_FLAGS=-v shows more)"
 @$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-$(PIP_INSTALL) --upgrade pip setuptools
+$(PIP_INSTALL) --upgrade setuptools
 $(PIP_INSTALL) --no-build-isolation --editable '$(1)'
 endef
 
