@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.memory_creep [--steps N]
 
 A model of SmolLM2-135M's shape with 6 of its 30 layers and random weights (fp32, 49,152 ids)
-samples 16 groups of 4 answers of up to 96 tokens, 41 on average, and trains on them, in one
+samples 8 groups of 4 answers of up to 96 tokens, 41 on average, and trains on them, in one
 process. Resident memory is read from /proc every 20 ms: its peak within a step, and what is left
 at its end. `without` runs with `malloc_trim` replaced by nothing.
 """
@@ -25,8 +25,8 @@ from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
 
 SETTINGS = (
-    *("warm_start=none", "sampling/filter=none", "rollout.n=4", "sampling.groups_per_step=16"),
-    *("rollout.max_response_tokens=96", "rollout.engine.slots=64", "trainer.mini_batch_groups=16"),
+    *("warm_start=none", "sampling/filter=none", "rollout.n=4", "sampling.groups_per_step=8"),
+    *("rollout.max_response_tokens=96", "rollout.engine.slots=64", "trainer.mini_batch_groups=8"),
     *("trainer.microbatch_tokens=null", "trainer.save_every=null", "evaluation.every=null"),
     *("data.task.eval_problems=8", "evaluation.n=1", "evaluation.greedy=false"),
     *("observe.console=off", "run.name=run", "run.device=cpu"),
