@@ -29,7 +29,7 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
 INPUTS := pyproject.toml constraints.txt
-# Python compiles what it imports, a third of what is installed.
+# Python compiles what it imports, which is less than what is installed.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	-c constraints.txt $(PIP_FLAGS)
 # Four processes with one thread each fill two cores, as tests often wait for processes that they

@@ -1,5 +1,4 @@
-"""Python's garbage collector, kept from looking again and again at what is there to stay, and the
-free memory of the C library.
+"""Python's garbage collector, kept from looking again and again at what is there to stay.
 
 torch, transformers and their like make a million objects that live as long as the process. The
 collector walks them while they are imported, at each step of a run, and once more at its end: one
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import sys
 from collections.abc import Iterator
@@ -39,16 +37,6 @@ def frozen() -> Iterator[None]:
     finally:
         if not is_frozen:
             gc.unfreeze()
-
-
-def release_free_memory() -> None:
-    """Return the free memory of the C library's heap to the system, where it is glibc.
-
-    Micro-batches of many lengths leave holes there, which grow over the steps of a run.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def freeze_at_exit() -> None:

@@ -25,7 +25,6 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from winnow import gc_tuning
 from winnow.checkpoints.run_state import RunState
 from winnow.errors import ConfigError, NoSignalError, RewardError, WorkerError
 from winnow.evaluation.evaluator import Evaluator
@@ -230,7 +229,6 @@ class BaseRun:
             if self.profiler is not None:
                 self.profiler.move_to(step)
             yield step
-            gc_tuning.release_free_memory()
             step += 1
 
     def record_boundary(
