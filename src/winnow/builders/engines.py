@@ -144,16 +144,11 @@ def reserved_gib(config: Config, roles: Roles, policy: Sequence[Parameter]) -> f
     if has_critic and shares_pool:
         trained.append((whole, critic))
     on_gpus = [(n, each) for n, each in trained if not getattr(each, "offload", False)]
-    total = sum(12 * n / _optimizer_shards(each) for n, each in on_gpus)
+    total = sum(12 * n * getattr(s, "replicas", 1) / getattr(s, "ranks", 1) for n, s in on_gpus)
     if "policy" not in roles:
         has_reference = needs_reference(config.algorithm) and "reference" not in roles
         total += whole * itemsize * (has_reference + (has_critic and "critic" not in roles))
     return total / 2**30
-
-
-def _optimizer_shards(strategy: Any) -> int:
-    """Return the ranks over which a strategy divides the optimizer's state of a model."""
-    return int(getattr(strategy, "ranks", 1)) // int(getattr(strategy, "replicas", 1))
 
 
 def make_local_engine(config: Config, policy: LoadedPolicy, trains: bool = True) -> Engine:

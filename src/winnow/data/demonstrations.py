@@ -46,10 +46,6 @@ class DemonstrationSet:
         answer = Answer(Trajectory(self.answers[prompt.uid], "stop"), Score(0.0, 0.0))
         return Group(number, prompt, (answer,))
 
-    def make_groups(self) -> list[Group]:
-        """Return all of them."""
-        return [self.make_group(i, prompt) for i, prompt in enumerate(self.prompts.prompts)]
-
 
 def read_demonstrations(
     files: Sequence[str],

@@ -222,8 +222,7 @@ class PromptRenderer:
             (before,) = self._render_texts([replace(row, messages=messages[:place])])
             through = before + messages[place]["content"]
             if self._use_chat_template:
-                turns = replace(row, messages=messages[: place + 1])
-                through = self._render_text(turns, answered=True)
+                through = self._chat.render(messages[: place + 1], row.origin, answered=True)
             if not (before.startswith(done) and through.startswith(before)) or (
                 done and not self._use_chat_template
             ):
@@ -267,11 +266,9 @@ class PromptRenderer:
                 signal.signal(signal.SIGVTALRM, on_timer)
                 signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_S, TEMPLATE_S)
             for row in rows:
-                texts.append(self._render_text(row) if self._use_chat_template else row.text)
+                is_chat = self._use_chat_template
+                texts.append(self._chat.render(row.messages, row.origin) if is_chat else row.text)
         return texts
-
-    def _render_text(self, row: Row, answered: bool = False) -> str:
-        return self._chat.render(row.messages, row.origin, answered)
 
     def _with_instructions(self, row: Row) -> Row:
         """Add the system prompt, and the source's template around the last user message."""

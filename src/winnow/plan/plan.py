@@ -199,7 +199,8 @@ def _find_change(
             try:
                 tried = load_recipe(request.recipe, whole)
                 estimate.check_placement(tried, machine)
-                ranks = next((r for c, r in simulated if _learns_alike(c, tried)), None)
+                learns = tried.trainer, tried.model  # of which the simulated ranks are
+                ranks = next((r for c, r in simulated if (c.trainer, c.model) == learns), None)
                 if ranks is None:
                     request.on_progress(f"trying {' '.join(settings)}")
                     ranks = _run_stages(_find_models(tried))
@@ -223,11 +224,6 @@ def _find_change(
                 engines = estimate.suggest_engines(figures["engine"], tried)
                 attempts += [[*change, *more] for more in engines]
     return None
-
-
-def _learns_alike(first: Config, second: Config) -> bool:
-    """Return whether two recipes have the same simulated ranks."""
-    return (first.trainer, first.model) == (second.trainer, second.model)
 
 
 def list_changes(config: Config) -> list[list[str]]:

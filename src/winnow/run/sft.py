@@ -88,10 +88,10 @@ async def _evaluate(run: SftRun, step: int) -> Mapping[str, Number]:
     """Return the loss on held-out demonstrations, and the scores of answers to held-out prompts."""
     figures: dict[str, Number] = {}
     with run.watch.phase("evaluate"):
-        held_out = run.data.held_out.make_groups()
-        if held_out:
+        held_out = run.data.held_out
+        if groups := [held_out.make_group(i, p) for i, p in enumerate(held_out.prompts.prompts)]:
             learner = cast(Any, run.learner)
-            figures[HELD_OUT_LOSS] = await in_thread(learner.held_out, held_out)
+            figures[HELD_OUT_LOSS] = await in_thread(learner.held_out, groups)
         if run.evaluator.prompts:
             await run.publish(step)
             figures |= await run.stop.interruptible(run.evaluator.evaluate(step))

@@ -219,7 +219,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         except RemoteError as error:
             if error.status is not None:
                 raise
-            raise _dead_server_error(error) from None
+            raise WorkerError(str(error), "engine", 0) from None
         self._start_requests()
 
     async def load_newest_weights(self) -> None:
@@ -288,7 +288,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
                 if 400 <= status < 500 and status != 429:
                     raise ConfigError(f"rollout/engine=http: {error}") from None
                 if not status:
-                    raise _dead_server_error(error) from None
+                    raise WorkerError(str(error), "engine", 0) from None
                 if failures >= _TRIES:
                     self._finish_answer(answer, "aborted", str(error))
                 else:  # the server is busy, or failed at this answer
@@ -355,10 +355,6 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         self._events.append(replace(event, error=error))
         self._free_rows([row])
         self._start_requests()
-
-
-def _dead_server_error(error: RemoteError) -> WorkerError:
-    return WorkerError(str(error), "engine", 0)
 
 
 class HttpEngine(EngineGroup):
