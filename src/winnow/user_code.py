@@ -43,8 +43,11 @@ def place_of(thing: Callable[..., Any]) -> str:
     alone: that of a lambda, of a local function, or of the program that runs."""
     name = getattr(thing, "__qualname__", type(thing).__name__).rpartition(".")[2]
     module = sys.modules.get(getattr(thing, "__module__", None) or "__main__")
-    is_importable = getattr(module, name, None) is thing and module.__name__ != "__main__"
-    if module is None or not is_importable:
+    if (
+        module is None
+        or module is sys.modules["__main__"]
+        or getattr(module, name, None) is not thing
+    ):
         return name if name.isidentifier() else "function"
     is_alone = "." not in module.__name__ and not hasattr(module, "__path__")
     file = getattr(module, "__file__", None) or ""

@@ -259,11 +259,11 @@ def test_a_list_of_functions_is_summed_and_filtered_by_the_sum() -> None:
     assert (reward.function.path, reward.function.name) == ("program", "even")
     assert {name: part.path for name, part in reward.parts.items()} == {
         "function": "program",
-        "even_3": "even.py",
+        "even": "even.py",
     }
     assert config.sampling.filter.metric == "reward"  # type: ignore[union-attr]
     weighted = trainer("listed", [even, even], reward_weights=[0.5, 2.0]).config.reward
-    assert (weighted.weights.task, weighted.parts["even_2"].weight) == (0.5, 2.0)
+    assert (weighted.weights.task, weighted.parts["even"].weight) == (0.5, 2.0)
 
 
 def programs(page: str) -> list[str]:

@@ -12,7 +12,7 @@ import inspect
 import math
 import os
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
@@ -159,11 +159,11 @@ class UserScorer:
         signature = inspect.signature(function)
         self._is_trl = "completions" in signature.parameters
         self.batched = batched or self._is_trl
-        names = _SCORERS_ARGUMENTS if "response" in signature.parameters else _ARGUMENTS
-        names = tuple(f"{name}s" for name in names) if batched else names
+        own = _SCORERS_ARGUMENTS if "response" in signature.parameters else _ARGUMENTS
+        names: tuple[str, ...] = tuple(f"{name}s" for name in own) if batched else own
         self._names = ("completions", "prompts") if self._is_trl else names
         takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
-        self._accepts = lambda name: takes_any or name in signature.parameters
+        self._accepts: Callable[[str], bool] = lambda n: takes_any or n in signature.parameters
         passed = dict.fromkeys(filter(self._accepts, self._names))
         try:  # which columns there are is known with the rows alone
             (signature.bind_partial if self._is_trl else signature.bind)(**passed, **kwargs)
@@ -192,7 +192,8 @@ class UserScorer:
                 (*each[:3], dict(each[3] if whole else each[3].get("extra_info") or {}))
                 for each in batch
             ]
-            values = [[*column] for column in zip(*rows, strict=True)] if self.batched else rows[0]
+            lists = [[*column] for column in zip(*rows, strict=True)]
+            values: Sequence[Any] = lists if self.batched else rows[0]
             arguments = dict(zip(self._names, values, strict=True))
         passed = {name: value for name, value in arguments.items() if self._accepts(name)}
         return self._function(**passed, **self._kwargs)
