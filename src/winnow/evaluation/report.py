@@ -132,7 +132,7 @@ def _average_table(rows: Mapping[str, SourceFigures]) -> Table:
     name = f"avg@{counts.pop()}" if len(counts) == 1 else "avg@N"
     greedy = ["greedy"] if any(source.greedy for source in rows.values()) else []
     has_cuts = any(source.truncated.mean for source in rows.values())
-    ended = ["of those that ended"] if has_cuts else []
+    ended = ["avg_ended"] if has_cuts else []
     table = figure_table("problems", name, "95 %", *greedy, "cut off", *ended, "tokens")
     for label, source in rows.items():
         best = [percent(source.greedy.mean if source.greedy else None, 1)] if greedy else []

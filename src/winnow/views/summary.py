@@ -168,7 +168,7 @@ def _accuracy_table(source: str, before: Evaluation | None, after: Evaluation | 
         row(f"{label} in {k}", lambda e, kind=kind: (getattr(e, kind) or (0, None))[1])  # type: ignore[misc]
     row("cut off at the limit", lambda e: e.truncated)
     if any(evaluation.truncated for evaluation in present):
-        row("right of those that ended", lambda e: e.avg_ended)
+        row("right, of those that ended", lambda e: e.avg_ended)
     row("length of an answer", lambda e: e.length, is_share=False)
     return spaced(table)
 

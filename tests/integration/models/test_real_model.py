@@ -68,7 +68,7 @@ def test_engine_trainer_and_transformers_agree_before_and_after_an_update(folder
     before = scored(strategy, first)
     assert gap(before, first.behav, first) < 1e-4
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    start, end = (int(first.cu_seqlens[i]) for i in (0, 1))
+    start, end = (int(first.offsets[i]) for i in (0, 1))
     with torch.no_grad():
         logits = reference(first.token_ids[None, start:end]).logits[0, :-1] / 0.7
     tokens = first.token_ids[start + 1 : end]
