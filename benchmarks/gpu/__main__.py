@@ -29,6 +29,7 @@ CHECKS: dict[str, tuple[Any, ...]] = {
     "update-long": ("learner", "update", 65_536),
     "update-long-compiled": ("learner", "update", 65_536, "compiled"),
     "update-stored": ("learner", "update", 16_384, "stored"),
+    "shared-prompts": ("learner", "shared_prompts"),
     "head": ("logprobs", "head"),
     "kernel": ("row_stats", "kernel"),
     "fp32": ("quickstart", "train", "model.dtype=float32"),

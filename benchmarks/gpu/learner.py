@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.gpu.harness import GIB, Bench, synchronize
+from benchmarks.shared_prompts import Case
+from benchmarks.shared_prompts import batch_of as batch_of_groups
+from benchmarks.shared_prompts import loss as weighted
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -116,6 +119,30 @@ def update(bench: Bench, tokens: int, variant: str = "") -> None:
             bench.report("old log-probs", **labels, s=pass_s, tokens_per_s=tokens / pass_s)
             if not compiles:
                 report_kernels(bench, learn, learn_s, labels)
+
+
+def shared_prompts(bench: Bench) -> None:
+    """Time an update in which a group's prompt is run once, and one with a copy for each answer."""
+    model = bench.model()
+    strategy = Strategy(model, gradient_checkpointing=True)
+    sizes = bench.pick((4, 2048, (256, 512)), (2, 24, (4, 8)))
+    case = Case(type(model), model.config, *sizes)
+    batch, gradients = batch_of_groups(case), list[dict[str, Tensor]]()
+    for shares in (False, True):
+        strategy.sharder = strategy.sharder.sharing_prompts(shares)
+        micro = strategy.sharder.cut_update(batch, range(batch.n_groups), 16_384)
+        learn = partial(strategy.forward_backward, micro, OUTPUTS, weighted)
+        learn()
+        named = strategy.trained()
+        gradients.append({n: p.grad.float().cpu() for n, p in named if p.grad is not None})
+        bench.peak_gib()
+        seconds, peak = bench.timed(learn), bench.peak_gib()
+        strategy.optimizer_step(0.0)
+        tokens = sum(sum((each.shared or each).lengths) for each in micro)
+        bench.report("update", shared=shares, tokens=tokens, s=seconds, peak_gib=peak)
+    copies, shared = gradients
+    away = {n: float((shared[n] - g).norm() / g.norm()) for n, g in copies.items()}
+    bench.report("difference of gradients", worst=max(away.values()))
 
 
 def report_kernels(
