@@ -354,7 +354,7 @@ class Trainer:
         Raises:
             WinnowError: there is no checkpoint yet, or an argument is out of its range.
         """
-        with LLM(self.path) as llm:
+        with LLM(self.run.path) as llm:
             return llm.generate(prompts, n, **sampling)
 
     def push_to_hub(self, repo: str, *, private: bool = False, revision: str | None = None) -> str:
