@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack, cast, get_type_hints
 
 from winnow.api import LLM, Completion, RunRecord, open_run, run_path
 from winnow.config.judge import RESERVED_PARTS
@@ -177,7 +177,8 @@ class Trainer:
         if isinstance(environment, list | tuple):
             words |= {"environment": "tools", "environment.tools": [*map(self._place, environment)]}
         elif environment is not None:
-            words |= {"environment": "custom", "environment.path": self._place(environment)}
+            place = self._place(cast("UserCode", environment))
+            words |= {"environment": "custom", "environment.path": place}
         base = parse_recipe(recipe, [*_settings(words), *_settings(typed), *overrides])
         self.path, is_new = run_path(base.run, recipe)
         if is_new:
@@ -288,7 +289,8 @@ class Trainer:
         done = work.next()
         try:
             while done is not None:
-                step = TrainerStep(*done, self.run, stop)
+                number, figures = done
+                step = TrainerStep(number, figures, self.run, stop)
                 for callback in self._callbacks:
                     callback(step)
                 yield step
@@ -354,7 +356,7 @@ class Trainer:
         Raises:
             WinnowError: there is no checkpoint yet, or an argument is out of its range.
         """
-        with LLM(self.path) as llm:
+        with LLM(self.run.path) as llm:
             return llm.generate(prompts, n, **sampling)
 
     def push_to_hub(self, repo: str, *, private: bool = False, revision: str | None = None) -> str:

@@ -150,17 +150,21 @@ def test_a_run_of_program_objects_is_continued_by_its_program_alone(
     assert len(said.err.strip().splitlines()) == 1
 
 
-def test_it_is_evaluated_asked_and_pushed_before_and_after_training(
+def test_it_is_evaluated_asked_and_pushed_once_it_has_a_checkpoint(
     here: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, after = trainer("young"), trainer("asked")
     after.train()
-    ((first,),) = before.generate(["31:"], temperature=0)
+    with pytest.raises(WinnowError, match="not a run's folder"):
+        before.generate(["31:"])
+    ((first,),) = after.generate(["31:"], temperature=0)
     assert len(first.token_ids) <= TYPED["max_response_tokens"]
     with pytest.raises(ConfigError, match=r"max_tokens must be in \[1, 8\], got 9"):
         after.generate(["31:"], max_tokens=9)
-    for each, answers in ((before, 1), (after, 2)):
-        report = each.evaluate(overrides=[f"evaluation.n={answers}"])
+    with pytest.raises(WinnowError, match="neither a run folder"):
+        before.evaluate()
+    for answers in (1, 2):
+        report = after.evaluate(overrides=[f"evaluation.n={answers}"])
         assert len(report.sources["eval_data"].prompts) == 3
         assert report.sources["eval_data"].answers == answers
     other = after.evaluate([{"prompt": "9:", "answer": "9"}])
