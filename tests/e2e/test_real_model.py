@@ -21,7 +21,7 @@ from winnow.observe.metrics import Record
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return float(len(solution_str) % 5)
+    return float(sum(map(ord, solution_str)) % 97) / 97
 """
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
