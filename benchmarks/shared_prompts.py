@@ -12,6 +12,7 @@ is the largest of a log-prob and of a weight's gradient (its norm over that of t
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ def main() -> None:
 def measure(case: Case, rounds: int) -> str:
     """A line of the table."""
     torch.manual_seed(0)
-    model = case.model(case.config).eval()  # type: ignore[call-arg]
+    model = case.model(case.config).eval()
     use_layout_attention(model)
     strategy, batch = Strategy(model), batch_of(case)
     updates, passes = ({way: list[float]() for way in (False, True)} for _ in range(2))
@@ -106,7 +107,7 @@ def measure(case: Case, rounds: int) -> str:
     tokens = {}
     for turn in range(rounds + 1):
         for shares in (False, True) if turn % 2 else (True, False):
-            strategy.sharder = strategy.sharder.sharing_prompts(shares)
+            strategy.sharder = strategy.sharder.sharing_prompts(0.0 if shares else math.inf)
             began = time.process_time()
             outputs = run_pass(strategy, batch, frozenset({"logprob", "entropy"}), case.budget)
             middle = time.process_time()

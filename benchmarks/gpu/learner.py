@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -129,7 +130,7 @@ def shared_prompts(bench: Bench) -> None:
     case = Case(type(model), model.config, *sizes)
     batch, gradients = batch_of_groups(case), list[dict[str, Tensor]]()
     for shares in (False, True):
-        strategy.sharder = strategy.sharder.sharing_prompts(shares)
+        strategy.sharder = strategy.sharder.sharing_prompts(0.0 if shares else math.inf)
         micro = strategy.sharder.cut_update(batch, range(batch.n_groups), 16_384)
         learn = partial(strategy.forward_backward, micro, OUTPUTS, weighted)
         learn()

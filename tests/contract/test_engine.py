@@ -143,7 +143,7 @@ class Kind:
 
 ENGINES = {
     "torch": Kind(torch_engine),
-    "torch-fp32": Kind(fp32_engine, torch.float32, 3e-5, 3e-6),
+    "torch-fp32": Kind(fp32_engine, torch.float32, 3e-5, 1e-5),
     "group-of-3": Kind(engine_group(3)),
     "remote": Kind(remote_engine),
 }

@@ -37,6 +37,9 @@ _ATTENTION = 12
 sample's length in the mean), so that a sample of n tokens costs as 12 H n + n^2."""
 _STEPS = 128
 """Levels are searched for to one part in so many."""
+LEAST_REPEATED = 0.2
+"""Share of a batch's tokens from which on copies of prompts cost more than the additional calls of
+attention without them (benchmarks/shared_prompts.py)."""
 _EVEN = 0.99
 """A lockstep that is not improved on."""
 
@@ -105,6 +108,13 @@ def assign(
         rank_of = _even_sums(_sums(slots, work_B, rounds * ranks).reshape(rounds, ranks))
         places = rank_of.ravel()[slots] * rounds + slots // ranks
     return Assignment(places, _sums(places, work_B, ranks * rounds).reshape(ranks, rounds))
+
+
+def repeated_share(lengths_B: IntArray, prompts_B: IntArray, groups_B: IntArray) -> float:
+    """Return the share of a batch's tokens that are copies of a prompt that another answer has."""
+    _, first = np.unique(groups_B, return_index=True)
+    copies = prompts_B.sum() - prompts_B[first].sum()
+    return float(copies / max(int(lengths_B.sum()), 1))
 
 
 def assign_groups(

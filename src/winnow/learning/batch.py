@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from winnow.algorithms.aggregation import UpdateCounts
-from winnow.learning.balance import Assignment, assign, assign_groups
+from winnow.learning.balance import Assignment, assign, assign_groups, repeated_share
 from winnow.learning.data_parallel import SINGLE_PROCESS, DataParallel, TokenColumn, token_places
 from winnow.learning.shared_prompts import SharedPrompts, share_prompts
 from winnow.models.vision import PlacedImages, place_images
@@ -439,7 +439,7 @@ class MicroBatchSharder:
     ) -> None:
         self.dp, self._width = DataParallel(mesh, together), width
         self._figures, self._ran = Metrics(), np.empty(0, np.int64)
-        self._shares_prompts = False
+        self._least_repeated = math.inf
 
     def pack(
         self, groups: Sequence[Group], max_tokens: int, overlong_filtering: bool = False
@@ -467,10 +467,10 @@ class MicroBatchSharder:
         local = pack(groups, overlong_filtering, is_local)
         return replace(local, dp=self.dp, holders=holders, all_lengths=lengths_B)
 
-    def sharing_prompts(self, shares: bool) -> Self:
-        """Return a sharder by which a prompt is run once for its answers in a micro-batch."""
+    def sharing_prompts(self, least_repeated: float) -> Self:
+        """Return a sharder that has prompts run once where so many tokens are copies of them."""
         sharder = copy(self)
-        sharder._shares_prompts = shares
+        sharder._least_repeated = least_repeated
         return sharder
 
     def cut_update(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
@@ -514,8 +514,9 @@ class MicroBatchSharder:
         return figures
 
     def _share(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> UpdateShares:
-        ranks = self.dp.shares, self._width, self._shares_prompts
-        return split_update(batch, groups, max_tokens, *ranks)
+        shapes = batch.lengths, batch.prompt_lengths.numpy(), batch.groups.numpy()
+        shares = repeated_share(*shapes) >= self._least_repeated
+        return split_update(batch, groups, max_tokens, self.dp.shares, self._width, shares)
 
 
 NO_SHARDING = MicroBatchSharder()

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from winnow.errors import CheckpointError, ConfigError, ModelError
+from winnow.learning.balance import LEAST_REPEATED
 from winnow.learning.batch import (
     NO_SHARDING,
     Batch,
@@ -163,8 +164,8 @@ class Strategy:
         readout = temperature, vocab_size, logprob_chunk_tokens, fp32_head
         self._runner = self._make_runner(model, *readout, self.kernels)
         # The engine routes each answer's prompt by itself.
-        shares = self.replayed is None and self._runner.can_share_prompts(self.device)
-        self.sharder = self.sharder.sharing_prompts(shares)
+        can_share = self.replayed is None and self._runner.can_share_prompts(self.device)
+        self.sharder = self.sharder.sharing_prompts(LEAST_REPEATED if can_share else math.inf)
         self._compiled = self._add_faster_layers(compiles)
         self._training_only = adapter_dropouts(model)
         if gradient_checkpointing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -128,7 +129,7 @@ def test_conversations_learn_with_shared_prompts_what_they_learn_with_copies(
     batch, found = conversations(np.random.default_rng(seed)), {}
     for shares in (False, True):
         strategy = Strategy(tiny_model(), gradient_checkpointing=recomputes)
-        strategy.sharder = strategy.sharder.sharing_prompts(shares)
+        strategy.sharder = strategy.sharder.sharing_prompts(0.0 if shares else math.inf)
         outputs = run_pass(strategy, batch, frozenset({"logprob", "entropy"}), budget)
         parts = strategy.sharder.cut_update(batch, range(batch.n_groups), budget)
         strategy.forward_backward(parts, frozenset({"logprob"}), weighted)
