@@ -209,7 +209,14 @@ def main() -> None:
 
 
 def train_parts(args: argparse.Namespace, runs: Path) -> None:
-    """Make the runs of the plans, each plan's in its folder, and write the page after each."""
+    """Make the runs of the plans, each plan's in its folder, and write the page after each.
+
+    What finished runs gave is written beside the page, and counts where their folders are gone.
+    """
+    if args.out is not None and (records := args.out.with_suffix(".json")).is_file():
+        for key, found in json.loads(records.read_text()).items():
+            (runs / key).mkdir(parents=True, exist_ok=True)
+            (runs / key / KEPT).write_text(json.dumps(found))
     for task in args.parts:
         plan = PLANS[task]
         for seed in args.seeds or plan.seeds:
@@ -229,6 +236,14 @@ def write_parts(args: argparse.Namespace, runs: Path) -> None:
             pages[task][job.name] = {seed: run for seed, run in known.items() if run is not None}
     if args.out is not None:
         args.out.write_text(parts_report(pages))
+        runs_made = {
+            f"{task}/{Job(arm, '').key(seed)}": run
+            for task, results in pages.items()
+            for arm, seeds in results.items()
+            for seed, run in seeds.items()
+        }
+        lines = [f"{json.dumps(key)}: {json.dumps(run)}" for key, run in runs_made.items()]
+        args.out.with_suffix(".json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
     if args.plot is not None:
         draw_parts(pages, args.plot)
 
