@@ -194,7 +194,9 @@ class FunctionManager(Manager):
         return self._user is None or self._user.is_async
 
     async def score(self, prompt: Prompt, text: str) -> Score | Failure:
-        asked = "\n".join(message["content"] for message in prompt.messages) or prompt.text
+        contents = [message["content"] for message in prompt.messages]
+        is_text = bool(contents) and all(isinstance(each, str) for each in contents)
+        asked = "\n".join(contents) if is_text else prompt.text  # else parts, with images
         columns = {"prompt": asked, **prompt.extra}
         arguments = prompt.data_source, text, prompt.ground_truth, columns
         if self._pool is not None:

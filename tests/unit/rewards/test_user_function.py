@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
+from winnow.rewards.managers import make_manager
 from winnow.rewards.task import Failure, UserScorer, parse_result, score_by_call
-from winnow.types import Score
+from winnow.types import Prompt, Score
 
 SIGNATURE = "data_source, solution_str, ground_truth, extra_info"
 
@@ -156,6 +158,22 @@ def test_a_function_of_trl_gets_all_columns_and_may_give_no_reward(tmp_path: Pat
     none, one = scored(user, "s", "text", "g", ROW), scored(user, "s", "other", "g", ROW)
     assert (none.reward, none.parts, none.has_accuracy) == (0.0, {}, False)
     assert (one.reward, one.parts, one.accuracy) == (1.0, {"task": 1.0}, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("content", "passed"), [("1+1=", "1+1="), ([{"type": "image"}], "<user><image>")]
+)
+def test_a_prompt_reaches_a_function_of_trl_as_text(
+    content: Any, passed: str, tmp_path: Path
+) -> None:
+    scorer(tmp_path, "def f(completions, prompts): return [len(prompts[0])]\n", name="f")
+    function = UserFunction(path=str(tmp_path / "reward.py"), name="f")
+    messages = ({"role": "user", "content": content},)
+    prompt = Prompt("1", np.arange(2), "<user><image>", "s", None, {}, messages)
+    manager = make_manager(RewardConfig(function=function, workers=0))
+    score = asyncio.run(manager.score(prompt, "2"))
+    assert isinstance(score, Score)
+    assert score.reward == len(passed)
 
 
 @pytest.mark.parametrize(
