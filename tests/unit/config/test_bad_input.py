@@ -95,16 +95,16 @@ def test_a_contradiction_names_both_fields_and_the_way_out(
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["optim.warmup_steps=60"], []),
+        (["optim.warmup_steps=80"], []),
         (["trainer.steps=2"], ["optim.warmup_steps=5 is more than trainer.steps=2: the learning"]),
         (["warm_start.steps=9"], ["warm_start.warmup_steps=50 is more than warm_start.steps=9"]),
-        (["critic.warmup_steps=60", "critic.optim.warmup_steps=61"], []),
+        (["critic.warmup_steps=80", "critic.optim.warmup_steps=81"], []),
         (
-            ["algorithm/advantage=gae", "critic.warmup_steps=60", "critic.optim.warmup_steps=61"],
+            ["algorithm/advantage=gae", "critic.warmup_steps=80", "critic.optim.warmup_steps=81"],
             [
-                "critic.warmup_steps=60 leaves none of trainer.steps=60 for the policy: the first "
-                "59 train the critic only",
-                "critic.optim.warmup_steps=61 is more than trainer.steps=60",
+                "critic.warmup_steps=80 leaves none of trainer.steps=80 for the policy: the first "
+                "79 train the critic only",
+                "critic.optim.warmup_steps=81 is more than trainer.steps=80",
             ],
         ),
     ],
