@@ -20,7 +20,11 @@ SMALL = (
     *("trainer.microbatch_tokens=256", "optim.warmup_steps=0"),
     *("reward.function.path=reward.py", "reward.workers=0"),
 )
-"""Settings of a run of seconds."""
+"""Settings of a run of seconds, with `REWARD` in reward.py."""
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(sum(map(ord, solution_str)) % 97) / 97
+"""
 
 
 def smollm2() -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.real_model import SMALL, URL, smollm2
+from tests.real_model import REWARD, SMALL, URL, smollm2
 from tests.winnow_command import in_own_process, in_this_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,10 +19,6 @@ from winnow.models.lora import adapter_base
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.metrics import Record
 
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return float(sum(map(ord, solution_str)) % 97) / 97
-"""
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 

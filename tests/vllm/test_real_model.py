@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.real_model import SMALL, smollm2
+from tests.real_model import REWARD, SMALL, smollm2
 from tests.winnow_command import in_own_process
 
 from winnow.observe.jsonl import read_metrics
@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 def test_vllm_writes_with_the_weights_that_are_trained(tmp_path: Path) -> None:
     smollm2()
+    (tmp_path / "reward.py").write_text(REWARD)
     settings = [word for word in SMALL if not word.startswith("rollout.engine.slots")]
     vllm = "rollout/engine=vllm", "rollout.engine.slots=8", "rollout.engine.cache_gib=0.5"
     words = ("train", "smollm2", "run.name=vllm", *settings, *vllm, "trainer.steps=2")
