@@ -32,7 +32,7 @@ from winnow.types import IntArray, Segment
 _CHUNK_ROWS = 8
 """Rows that always attend together."""
 _CHUNK_COST = 1 << 15
-"""Cost of attending in one more chunk, in elements of padded keys (measured)."""
+"""Cost of attending in one more chunk, in elements of padded keys (estimated)."""
 
 
 Layers = list[tuple[Tensor, ...]]
