@@ -148,10 +148,10 @@ def assign_groups(
         dealt = assign(tokens_I[order], max_tokens, ranks, width, work_I[order])
         places = np.empty_like(order)
         places[order] = dealt.places
-        found = Assignment(places[piece_of], dealt.work)
-        if best is None or found.capacity < best.capacity:
-            best = found
-        if ranks == 1 or most <= 1 or found.lockstep >= _EVEN:
+        assignment = Assignment(places[piece_of], dealt.work)
+        if best is None or assignment.capacity < best.capacity:
+            best = assignment
+        if ranks == 1 or most <= 1 or assignment.lockstep >= _EVEN:
             return best
         most = -(-most // 2)
 

@@ -186,9 +186,11 @@ class PackedLayout:
         for prefix in np.unique(self._prefix_of[self._prefix_of >= 0]).tolist():
             tokens.append(starts[prefix] + np.arange(lengths[prefix]))
             members = np.flatnonzero(self._prefix_of == prefix)
-            own = [np.arange(n) for n in lengths[members].tolist()]
-            continued += [first + each for first, each in zip(starts[members], own, strict=True)]
-            places += [lengths[prefix] + each for each in own]
+            offsets = [np.arange(n) for n in lengths[members].tolist()]
+            continued += [
+                first + each for first, each in zip(starts[members], offsets, strict=True)
+            ]
+            places += [lengths[prefix] + each for each in offsets]
             sizes.append((int(lengths[members].sum()), int(lengths[prefix])))
         first, second, third = (
             _to_device(np.concatenate(x), self.device) for x in (tokens, continued, places)
@@ -303,8 +305,8 @@ class _PrefixAttention(torch.autograd.Function):
             sums.append(part_lse[0].T)
         pair = torch.stack([lse[at], torch.cat(sums)])
         lse[at] = pair.logsumexp(0)
-        own, more = pair.softmax(0)[..., None]
-        out[at] = (own * out[at] + more * torch.cat(outs)).to(out.dtype)
+        of_own, of_prefix = pair.softmax(0)[..., None]
+        out[at] = (of_own * out[at] + of_prefix * torch.cat(outs)).to(out.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = layout, scale, window
         return out
@@ -323,8 +325,8 @@ class _PrefixAttention(torch.autograd.Function):
         for (_, length), *tensors, lse_b in zip(blocks.shapes, *parts, strict=True):
             bias = _bias(layout.window_mask(window, length), q)
             options = {"attn_mask": bias, "scale": scale}
-            found = _FLASH_BACKWARD(*tensors, lse_b[..., 0], 0.0, bias is None, **options)
-            of_blocks.append([x.transpose(1, 2).flatten(0, 1) for x in found])
+            grads = _FLASH_BACKWARD(*tensors, lse_b[..., 0], 0.0, bias is None, **options)
+            of_blocks.append([x.transpose(1, 2).flatten(0, 1) for x in grads])
         dq, dk, dv = (
             torch.cat(x).index_select(0, blocks.row_of_token) for x in zip(*of_blocks, strict=True)
         )
@@ -333,8 +335,8 @@ class _PrefixAttention(torch.autograd.Function):
         for each, seen in zip(inputs, prefixes.window_masks(window), strict=True):
             grad_p, q_p, out_p, lse_p, k_p, v_p = each
             tensors = [grad_p, q_p, k_p, v_p, out_p, lse_p[..., 0]]
-            found = _FLASH_BACKWARD(*tensors, 0.0, False, attn_mask=_bias(seen, q), scale=scale)
-            of_prefixes.append([x[0].transpose(0, 1) for x in found])
+            grads = _FLASH_BACKWARD(*tensors, 0.0, False, attn_mask=_bias(seen, q), scale=scale)
+            of_prefixes.append([x[0].transpose(0, 1) for x in grads])
         more_q, more_k, more_v = (torch.cat(x) for x in zip(*of_prefixes, strict=True))
         dq.index_add_(0, prefixes.continued, more_q)
         dk.index_add_(0, prefixes.tokens, more_k)

@@ -159,8 +159,8 @@ class UserScorer:
         signature = inspect.signature(function)
         self._is_trl = "completions" in signature.parameters
         self.batched = batched or self._is_trl
-        own = _SCORERS_ARGUMENTS if "response" in signature.parameters else _ARGUMENTS
-        names: tuple[str, ...] = tuple(f"{name}s" for name in own) if batched else own
+        single = _SCORERS_ARGUMENTS if "response" in signature.parameters else _ARGUMENTS
+        names: tuple[str, ...] = tuple(f"{name}s" for name in single) if batched else single
         self._names = ("completions", "prompts") if self._is_trl else names
         takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
         self._accepts: Callable[[str], bool] = lambda n: takes_any or n in signature.parameters

@@ -14,7 +14,7 @@ from tests.contract.test_strategy import groups_of, learnable
 from tests.ranks import fake_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from winnow.learning.balance import assign, estimate_work
+from winnow.learning.balance import assign, estimate_work, repeated_share
 from winnow.learning.batch import (
     NO_SHARDING,
     Batch,
@@ -158,3 +158,9 @@ def test_more_ranks_than_samples_leave_some_with_nothing() -> None:
     assert nothing.micro_batches(0) == nothing.micro_batches(1) == []
     assert nothing.assignment.spread == nothing.assignment.lockstep == 1.0
     assert nothing.assignment.idle_share == 0.0
+
+
+def test_copies_of_prompts_are_counted_but_for_one_in_each_group() -> None:
+    lengths, prompts, groups = np.array([5, 6, 4]), np.array([3, 3, 2]), np.array([0, 0, 1])
+    assert repeated_share(lengths, prompts, groups) == pytest.approx(3 / 15)
+    assert repeated_share(lengths[:0], prompts[:0], groups[:0]) == 0.0
