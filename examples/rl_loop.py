@@ -20,7 +20,7 @@ import torch
 import winnow
 
 Options = argparse.Namespace
-DEFAULTS = {"steps": 12, "groups": 64, "min_digits": 4, "max_digits": 8, "limit": 128}
+DEFAULTS = {"steps": 12, "groups": 64, "min_digits": 4, "max_digits": 6, "limit": 128}
 
 
 @dataclass(frozen=True)
