@@ -151,11 +151,7 @@ class EngineWorker:
             self._profiler.close()
 
     async def _wait_for_events(
-        self,
-        found: list[CompletionEvent],
-        until: int | None,
-        patience_s: float,
-        gather: bool,
+        self, found: list[CompletionEvent], until: int | None, patience_s: float, gather: bool
     ) -> None:
         """Wait as `Engine.events` does, `patience_s` at most; gather all up to `until` if asked."""
         try:
