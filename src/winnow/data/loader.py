@@ -188,13 +188,9 @@ class PromptLoader:
         """Return the next prompt: the first of those given back, else the one under the cursor."""
         if self._returned:
             return self._returned.popleft()
-        size = self._source.size
-        if size is None:
-            prompt = self._source.prompt(self._position)
-            self._position += 1
-            return prompt
-        sampler = self._sampler
-        index = int(self._epoch_order(size)[self._position]) if sampler is None else sampler.next()
+        size, index, sampler = self._source.size, self._position, self._sampler
+        if size is not None:
+            index = int(self._epoch_order(size)[index]) if sampler is None else sampler.next()
         prompt = self._source.prompt(index)
         self._position += 1
         if self._position == size:
