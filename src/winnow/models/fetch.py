@@ -179,8 +179,7 @@ def cache_root() -> Path:
     override = os.environ.get(MODEL_CACHE)
     if override:
         return Path(override).expanduser()
-    common = os.environ.get("WINNOW_CACHE")
-    return (Path(common) if common else Path.home() / ".cache" / "winnow") / "models"
+    return Path(os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow") / "models"
 
 
 def fetched_bytes() -> int:
