@@ -28,6 +28,7 @@ from winnow.errors import ConfigError, WinnowError
 from winnow.observe.files import RunFolder, recipe_stem, unused_path
 from winnow.observe.jsonl import read_metrics
 from winnow.types import FinishReason, FloatArray, IntArray, Prompt, Score
+from winnow.workers.threads import block_on
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -315,12 +316,7 @@ class LLM:
             raise WinnowError(f"this {type(self).__name__} is closed; create a new one")
 
     def _run_coroutine(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return block_on(work, self._loop)
 
 
 def _first_model(config: Config) -> str:

@@ -417,9 +417,7 @@ class _Work:
         self._asked.release()
         with self.stop.listening():
             while True:
-                with contextlib.suppress(
-                    Stopped
-                ):  # before the work was interruptible, as it is soon
+                with contextlib.suppress(Stopped):  # the work is not interruptible yet, but soon
                     return self._items.get()
 
 

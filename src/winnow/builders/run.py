@@ -292,8 +292,7 @@ def _make_sampler(
     """Make the sampler; failed scorings are first counted after as many as a step has answers."""
     config, rewards, engine = context.config, context.rewards, context.placed.engine
     with_baseline = "greedy_rewards" in needs_of(config.algorithm.advantage)
-    step_answers = config.sampling.groups_per_step * (config.rollout.n + with_baseline)
-    rewards.patience = step_answers
+    rewards.patience = config.sampling.groups_per_step * (config.rollout.n + with_baseline)
     lag, deterministic = config.sampling.score_lag_ticks, config.run.deterministic
     lag = choose_score_lag_ticks(lag, deterministic, rewards, data_sources)
     return Sampler(

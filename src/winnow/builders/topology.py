@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from winnow.builders.engines import (
     draw_canary,
     engines_sleep,
@@ -33,7 +35,7 @@ from winnow.learning.learner import AnyLearner
 from winnow.models.causal_lm import model_writer
 from winnow.models.folders import has_adapter
 from winnow.ranks.learner import Learning, make_learner
-from winnow.ranks.models import LoadedPolicy, release_memory
+from winnow.ranks.models import LoadedPolicy
 from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine
 from winnow.rollout.weights import WeightUpdate
@@ -159,7 +161,7 @@ def build_models(
 def _release_memory(roles: Roles, groups: Mapping[str, Sequence[WorkerGroup]]) -> None:
     """Have the policy, and all ranks in the pool of engines, free memory for engines that wake."""
     if "policy" not in roles:
-        release_memory()
+        torch.cuda.empty_cache()  # nothing where this process has no GPU
     pool = roles["rollout"].pool_name
     for role in roles:
         if role.kind == "ranks" and (role.name == "policy" or role.pool_name == pool):

@@ -203,12 +203,9 @@ def _train(
     strategy = Strategy(
         model, betas=warm.betas, weight_decay=0.0, grad_clip=warm.grad_clip, temperature=1.0
     )
+    warmup = min(warm.warmup_steps, warm.steps)
     rate = partial(
-        lr_at,
-        total_steps=warm.steps,
-        lr=warm.lr,
-        warmup_steps=min(warm.warmup_steps, warm.steps),
-        schedule="cosine",
+        lr_at, total_steps=warm.steps, lr=warm.lr, warmup_steps=warmup, schedule="cosine"
     )
     imitator = Imitator(strategy, microbatch_tokens, rate, max_skipped_updates=warm.steps + 1)
     rng = np.random.default_rng([seed, _SEED_STREAM])

@@ -200,8 +200,7 @@ def _read_data(
     """
     folder = opened.folder
     if policy.tokenizer.is_fast and not folder.tokenizer.exists():
-        text = policy.tokenizer.backend_tokenizer.to_str()
-        write_atomic(folder.tokenizer, text.encode())
+        write_atomic(folder.tokenizer, policy.tokenizer.backend_tokenizer.to_str().encode())
     if not folder.model.exists():
         write_atomic(folder.model, policy.model.config.to_json_string().encode())
     epochs, steps = config.trainer.data_epochs, config.trainer.steps

@@ -142,9 +142,7 @@ Environment = Annotated[NoEnvironment | HostedEnvironment, Field(discriminator="
 
 
 def host_arguments(
-    config: HostedEnvironment,
-    sandbox: SandboxConfig | FusionConfig,
-    workers: int,
+    config: HostedEnvironment, sandbox: SandboxConfig | FusionConfig, workers: int
 ) -> tuple[Any, ...]:
     """Return the arguments of `EnvironmentHost`.
 

@@ -157,9 +157,8 @@ def redact_secrets(text: str, *configs: Config) -> str:
 def _replace_secrets(text: str, secrets: Mapping[KeyPath, EnvironmentValue]) -> str:
     for written, value in secrets.values():
         for each in value if isinstance(value, list) else [value]:
-            if (
-                len(str(each)) >= _MIN_SECRET_LENGTH
-            ):  # whole before it is cut, or its end would stay
+            if len(str(each)) >= _MIN_SECRET_LENGTH:
+                # Whole before it is cut, or its end would stay.
                 text = text.replace(str(each), written).replace(quote(each)[1:-1], written)
     return text
 

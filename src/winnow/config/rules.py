@@ -19,12 +19,7 @@ from winnow.config.reward import UNROUTED, RewardConfig
 from winnow.config.roles import Roles
 from winnow.config.rollout import VLLM_MAX_RANK, RolloutConfig, SamplingConfig
 from winnow.config.root import Config, RunConfig
-from winnow.config.trainer import (
-    CPU_MICROBATCH_TOKENS,
-    Cluster,
-    EvaluationConfig,
-    TrainerConfig,
-)
+from winnow.config.trainer import CPU_MICROBATCH_TOKENS, Cluster, EvaluationConfig, TrainerConfig
 from winnow.errors import ConfigError
 
 Rule = Callable[..., Iterator[str]]
@@ -180,7 +175,7 @@ _UNSUPPORTED = {
         "trainer/mode=async": _SLEEP,
     },
     "environment.history=fork": {
-        **{f"data.overlong_prompts={side}": _WHOLE for side in ("left", "right", "middle")},
+        f"data.overlong_prompts={side}": _WHOLE for side in ("left", "right", "middle")
     },
     "rollout.n=1": {
         "algorithm/advantage=grpo_passk": "set rollout.n to 2 or more",

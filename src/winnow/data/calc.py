@@ -26,6 +26,7 @@ from winnow.data.sort_digits import (
     UNKNOWN_ID,
     Demonstration,
     GeneratedRows,
+    draw_other_digit,
     is_held_out,
 )
 from winnow.data.tokenizer import make_tokenizer
@@ -116,9 +117,7 @@ def demonstrations(
 def _miscopy(text: str, chance: float, rng: np.random.Generator) -> str:
     """Write another digit in the place of each digit, with a chance."""
     return "".join(
-        DIGITS[(int(each) + int(rng.integers(1, 10))) % 10]
-        if each in DIGITS and rng.random() < chance
-        else each
+        draw_other_digit(each, rng) if each in DIGITS and rng.random() < chance else each
         for each in text
     )
 

@@ -8,20 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from winnow.config.data import (
-    ArithmeticTask,
-    CalcTask,
-    CustomTask,
-    DataConfig,
-    EpisodesTask,
-    ReasoningGymTask,
-    ShapesTask,
-    SortDigitsTask,
-)
+from winnow.config.data import CustomTask, DataConfig, EpisodesTask
 from winnow.data.images import VisionInput
 from winnow.data.prompts import FirstMessages, PromptRenderer, PromptSet
 from winnow.data.sources import Row, read_rows
@@ -145,29 +137,19 @@ def evaluation_prompts(
     return renderer.render([] if rows is None else rows.held_out())
 
 
+_SEEDED_ROWS = {
+    "sort_digits": "winnow.data.sort_digits:SortDigitsRows",
+    "calc": "winnow.data.calc:CalcRows",
+    "shapes": "winnow.data.shapes:ShapesRows",
+    "arithmetic": "winnow.data.arithmetic:ArithmeticRows",
+    "reasoning_gym": "winnow.data.reasoning_gym:ReasoningGymRows",
+}
+"""Rows that are made of a task and a seed, by the task's name."""
+
+
 def make_task_rows(config: DataConfig, seed: int) -> TaskRows | None:
     """Make the rows of `data.task`; None where prompts come from files."""
     task = config.task
-    if isinstance(task, SortDigitsTask):
-        from winnow.data.sort_digits import SortDigitsRows
-
-        return SortDigitsRows(task, seed)
-    if isinstance(task, CalcTask):
-        from winnow.data.calc import CalcRows
-
-        return CalcRows(task, seed)
-    if isinstance(task, ShapesTask):
-        from winnow.data.shapes import ShapesRows
-
-        return ShapesRows(task, seed)
-    if isinstance(task, ArithmeticTask):
-        from winnow.data.arithmetic import ArithmeticRows
-
-        return ArithmeticRows(task, seed)
-    if isinstance(task, ReasoningGymTask):
-        from winnow.data.reasoning_gym import ReasoningGymRows
-
-        return ReasoningGymRows(task, seed)
     if isinstance(task, EpisodesTask):
         from winnow.data.episodes import EpisodeRows
 
@@ -176,7 +158,10 @@ def make_task_rows(config: DataConfig, seed: int) -> TaskRows | None:
         from winnow.data.user_source import UserRows
 
         return UserRows(task, config)
-    return None
+    if task.name not in _SEEDED_ROWS:
+        return None
+    rows: TaskRows = resolve_name(_SEEDED_ROWS[task.name])(task, seed)
+    return rows
 
 
 class PromptLoader:
@@ -203,13 +188,9 @@ class PromptLoader:
         """Return the next prompt: the first of those given back, else the one under the cursor."""
         if self._returned:
             return self._returned.popleft()
-        size = self._source.size
-        if size is None:
-            prompt = self._source.prompt(self._position)
-            self._position += 1
-            return prompt
-        sampler = self._sampler
-        index = int(self._epoch_order(size)[self._position]) if sampler is None else sampler.next()
+        size, index, sampler = self._source.size, self._position, self._sampler
+        if size is not None:
+            index = int(self._epoch_order(size)[index]) if sampler is None else sampler.next()
         prompt = self._source.prompt(index)
         self._position += 1
         if self._position == size:

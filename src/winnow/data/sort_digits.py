@@ -276,10 +276,11 @@ def _make_error(remaining: str, least: str, rest: str, rng: np.random.Generator)
         wrong = choices[rng.integers(len(choices))]
         return wrong, remaining.replace(wrong, "", 1)
     if not rest:
-        return _draw_other_digit(least, rng), rest
+        return draw_other_digit(least, rng), rest
     at = int(rng.integers(len(rest)))
-    return least, rest[:at] + _draw_other_digit(rest[at], rng) + rest[at + 1 :]
+    return least, rest[:at] + draw_other_digit(rest[at], rng) + rest[at + 1 :]
 
 
-def _draw_other_digit(digit: str, rng: np.random.Generator) -> str:
+def draw_other_digit(digit: str, rng: np.random.Generator) -> str:
+    """Draw a digit that is another one, all equally likely."""
     return DIGITS[(int(digit) + int(rng.integers(1, 10))) % 10]

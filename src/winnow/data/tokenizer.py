@@ -23,10 +23,7 @@ _TOKENIZER_FILES = (
 
 
 def load_tokenizer(
-    path: str,
-    trust_remote_code: bool = False,
-    field: str = "model.path",
-    ends_answers: bool = True,
+    path: str, trust_remote_code: bool = False, field: str = "model.path", ends_answers: bool = True
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder (or of a hub name), which `field` of the recipe gives.
 

@@ -38,7 +38,6 @@ from winnow.rollout.engine import (
     SamplingParams,
     answer_seed,
 )
-from winnow.rollout.weights import WeightUpdate
 from winnow.types import FinishReason, Image, IntArray, Prompt, Segment, VersionSpan, join_images
 
 Key = tuple[int, int]
@@ -205,7 +204,7 @@ class ConversationEngine:
         self._reported = 0, 0, 0.0
 
     def __getattr__(self, name: str) -> Any:
-        # Methods that engines may have beyond the protocol: members, sleep, publication by buckets.
+        # Publication; and what engines may have beyond the protocol: members, sleep, buckets.
         return getattr(self._engine, name)
 
     # -- the protocol ---------------------------------------------------------------------------
@@ -270,9 +269,6 @@ class ConversationEngine:
                 self._events.append(conversation.event("aborted"))
                 self._set_aside(conversation)
         await self._engine.abort(group_ids)
-
-    async def load_weights(self, update: WeightUpdate) -> None:
-        await self._engine.load_weights(update)
 
     def status(self) -> EngineStatus:
         status = self._engine.status()

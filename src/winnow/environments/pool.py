@@ -134,10 +134,8 @@ class EnvironmentPool:
         if isinstance(outcome, Failure):
             raise EnvironmentFault(outcome.line)
         if turns:
-            self.steps, self.seconds = (
-                self.steps + len(outcome.steps),
-                self.seconds + outcome.seconds,
-            )
+            self.steps += len(outcome.steps)
+            self.seconds += outcome.seconds
         return outcome.steps
 
     async def call(self, request: StepRequest) -> TurnReplies | Failure:

@@ -243,12 +243,11 @@ def pack(
         loss_mask &= np.repeat(np.array(complete, dtype=bool), lengths)
     parts = ([(len(p.token_ids), p.images), (0, a.trajectory.images)] for _, p, a in rows)
     images = tuple(map(join_images, parts))
+    token_ids = np.concatenate([np.empty(0, np.int64), *pieces], dtype=np.int64)
     behav_T = np.zeros(len(gen_mask), dtype=np.float32)
     behav_T[gen_mask] = np.concatenate(behav) if behav else 0.0
     return Batch(
-        token_ids=torch.from_numpy(
-            np.concatenate([np.empty(0, np.int64), *pieces], dtype=np.int64)
-        ),
+        token_ids=torch.from_numpy(token_ids),
         positions=torch.from_numpy(np.arange(offsets[-1]) - starts_T),
         offsets=torch.from_numpy(offsets),
         prompt_lengths=torch.tensor([len(p.token_ids) for _, p, _ in rows], dtype=torch.int64),
@@ -455,10 +454,8 @@ class MicroBatchSharder:
         """
         if self.dp.mesh is None:
             return pack(groups, overlong_filtering)
-        empty = pack(
-            groups, local_samples=np.zeros(sum(len(g.answers) for g in groups), dtype=bool)
-        )
         lengths_B = sample_lengths(groups)
+        empty = pack(groups, local_samples=np.zeros(len(lengths_B), dtype=bool))
         spread = replace(empty, all_lengths=lengths_B)
         holders = self._share(spread, range(spread.n_groups), max_tokens).runs()
         is_local = holders == self.dp.share

@@ -76,21 +76,18 @@ def share_prompts(
         None if nothing is shared.
     """
     stops = np.append(starts[1:], len(token_ids))
-    bounds = [*zip(starts.tolist(), stops.tolist(), prompts.tolist(), strict=True)]
+    ends = np.minimum(starts + prompts, stops)
+    bounds = [*zip(starts.tolist(), ends.tolist(), stops.tolist(), strict=True)]
     keys = []
-    for (start, stop, prompt), group in zip(bounds, groups.tolist(), strict=True):
-        end = min(start + prompt, stop)
+    for (start, end, _), group in zip(bounds, groups.tolist(), strict=True):
         shown = [(i.start - start, i.digest) for i in images if start <= i.start < end]
         keys.append((group, token_ids[start:end].tobytes(), *shown))
     counts = Counter(keys)
     source, lengths, prefixes = np.arange(len(token_ids)), list[int](), list[int]()
     first = dict[object, tuple[int, int]]()
-    for (start, stop, prompt), key in zip(bounds, keys, strict=True):
-        end = min(start + prompt, stop)
+    for (start, end, stop), key in zip(bounds, keys, strict=True):
         if counts[key] == 1:
-            lengths.append(stop - start)
-            prefixes.append(-1)
-            continue
+            end = stop  # a context that shares nothing is one sequence
         if key not in first:
             first[key] = start, len(lengths)
             lengths.append(end - start)

@@ -254,10 +254,7 @@ def hidden_states(
             mask = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(0, images.places, True)
             inputs |= {"visual_pos_masks": mask[None], "deepstack_visual_embeds": deepstack}
     output = backbone(
-        **inputs,
-        position_ids=positions.unsqueeze(-2),
-        use_cache=False,
-        layout=layout,
+        **inputs, position_ids=positions.unsqueeze(-2), use_cache=False, layout=layout
     )
     return cast(Tensor, output.last_hidden_state[0])
 

@@ -179,8 +179,7 @@ def cache_root() -> Path:
     override = os.environ.get(MODEL_CACHE)
     if override:
         return Path(override).expanduser()
-    common = os.environ.get("WINNOW_CACHE")
-    return (Path(common) if common else Path.home() / ".cache" / "winnow") / "models"
+    return Path(os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow") / "models"
 
 
 def fetched_bytes() -> int:
@@ -303,7 +302,7 @@ def _from_url(url: str, field: str, report: Callable[[str], None]) -> Path:
         )
         name = re.sub(r"[^\w.-]+", "_", PurePosixPath(remote.root).name) or "model"
         target = _place(name, identity)
-        _make_once(
+        make_once(
             target,
             lambda: remote.fetch(entries, target, report),
             lambda: all(_size(target / name) == entry.size for name, entry in entries.items()),
@@ -324,7 +323,7 @@ def _from_gguf(path: str, field: str, report: Callable[[str], None]) -> Path:
             with atomic_folder(target) as draft:
                 convert_gguf(file, draft)
 
-        _make_once(target, make, target.is_dir)
+        make_once(target, make, target.is_dir)
     return target
 
 
@@ -345,7 +344,7 @@ def _from_index(url: str, field: str, report: Callable[[str], None]) -> Path:
                 convert_gguf(file, draft)
                 file.unlink()
 
-        _make_once(target, make, target.is_dir)
+        make_once(target, make, target.is_dir)
     return target
 
 
@@ -385,7 +384,7 @@ def _place(name: str, identity: str) -> Path:
     return cache_root() / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
 
-def _make_once(target: Path, make: Callable[[], None], is_made: Callable[[], bool]) -> None:
+def make_once(target: Path, make: Callable[[], None], is_made: Callable[[], bool]) -> None:
     """Make a copy unless it is there; the processes of a node wait for the one that makes it."""
     from filelock import FileLock
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from winnow.config.model import LoraAdapter
 from winnow.errors import ModelError
-from winnow.models.fetch import cache_root, local_folder
+from winnow.models.fetch import cache_root, local_folder, make_once
 from winnow.models.folders import (
     ADAPTER_CONFIG,
     Writer,
@@ -177,8 +177,6 @@ def merged_folder(
     Raises:
         ModelError: adapter or base cannot be loaded, or the folder cannot be written.
     """
-    from filelock import FileLock
-
     base = adapter_base(folder)
     assert base is not None
     root = Path(local_folder(base))
@@ -191,18 +189,18 @@ def merged_folder(
         with explain_load_errors(f"{folder}: cannot load its adapter", "use another one"):
             digest.update((folder / name).read_bytes())
     target = cache_root() / f"merged-{folder.name}-{digest.hexdigest()[:16]}"
+
+    def merge_into_base() -> None:
+        model = load_base(base)
+        load_lora(model, folder)
+        merge(model)
+        with atomic_folder(target) as draft, quiet_transformers():
+            model.save_pretrained(draft)
+            if (processor := getattr(model, "image_processor", None)) is not None:
+                processor.save_pretrained(draft)
+
     with explain_disk_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(target.with_name(f".{target.name}.lock")):
-            if target.is_dir():
-                return target
-            model = load_base(base)
-            load_lora(model, folder)
-            merge(model)
-            with atomic_folder(target) as draft, quiet_transformers():
-                model.save_pretrained(draft)
-                if (processor := getattr(model, "image_processor", None)) is not None:
-                    processor.save_pretrained(draft)
+        make_once(target, merge_into_base, target.is_dir)
     return target
 
 

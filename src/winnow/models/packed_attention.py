@@ -150,14 +150,9 @@ class PackedLayout:
         for (n, length), q_b, k_b, v_b in zip(blocks.shapes, *parts, strict=True):
             k_b, v_b = match_heads(q_b, k_b, v_b, self._kernels)
             band = self.window_mask(window, length)
+            options: Any = {"scale": scale, "enable_gqa": k_b.shape[1] != N}
             out = F.scaled_dot_product_attention(
-                q_b,
-                k_b,
-                v_b,
-                attn_mask=band,
-                is_causal=band is None,
-                scale=scale,
-                enable_gqa=k_b.shape[1] != N,
+                q_b, k_b, v_b, attn_mask=band, is_causal=band is None, **options
             )
             outs.append(out.transpose(1, 2).reshape(n * length, width))
         packed = cast(Any, _ToTokens).apply(torch.cat(outs), blocks.row_of_token)
@@ -222,21 +217,11 @@ class PackedLayout:
         if self._has_prefixes:
             tokens, key_offsets, longest_keys = self._packed_keys
             k, v = (cast(Any, _CopyTokens).apply(x, tokens) for x in (k, v))
-        is_grouped = q.shape[1] != k.shape[1]
-        options: Any = {"enable_gqa": is_grouped} if _takes_enable_gqa(varlen_attn) else {}
-        out = varlen_attn(
-            q,
-            k,
-            v,
-            offsets,
-            key_offsets,
-            longest,
-            longest_keys,
-            scale=scale,
-            window_size=(-1 if window is None else window - 1, 0),
-            **options,
-        )
-        return cast(Tensor, out)
+        options: Any = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+        if _takes_enable_gqa(varlen_attn):
+            options["enable_gqa"] = q.shape[1] != k.shape[1]
+        bounds = offsets, key_offsets, longest, longest_keys
+        return cast(Tensor, varlen_attn(q, k, v, *bounds, **options))
 
 
 def attention_operations() -> list[Any]:

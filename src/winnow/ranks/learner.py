@@ -268,14 +268,8 @@ def old_source(config: Config) -> OldSource:
 
 
 def _rate(optim: OptimConfig, steps: int) -> Any:
-    return partial(
-        lr_at,
-        total_steps=steps,
-        lr=optim.lr,
-        warmup_steps=min(optim.warmup_steps, steps),
-        schedule=optim.schedule,
-        final_lr_ratio=optim.final_lr_ratio,
-    )
+    course = optim.model_dump(include={"lr", "schedule", "final_lr_ratio"})
+    return partial(lr_at, total_steps=steps, warmup_steps=min(optim.warmup_steps, steps), **course)
 
 
 def load_role(

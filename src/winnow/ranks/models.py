@@ -59,11 +59,6 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def release_memory() -> None:
-    """Give GPU memory back to other processes that PyTorch's allocator holds unused."""
-    torch.cuda.empty_cache()  # nothing where this process has no GPU
-
-
 def fetch_models(
     model: ModelConfig,
     reference: ReferenceConfig,

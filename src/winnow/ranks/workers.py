@@ -63,12 +63,7 @@ from winnow.ranks.learner import (
     make_settings,
     readout_options,
 )
-from winnow.ranks.models import (
-    check_finite,
-    load_policy_model,
-    release_memory,
-    use_deterministic_kernels,
-)
+from winnow.ranks.models import check_finite, load_policy_model, use_deterministic_kernels
 from winnow.rollout.weights import BUCKET_BYTES, WeightUpdate, pack_buckets, store_bucket
 from winnow.run.step_metrics import StepFlop, peak_gib
 from winnow.types import FloatArray, Group, IntArray
@@ -78,7 +73,6 @@ from winnow.workers.host import RankInfo
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-if TYPE_CHECKING:
     from winnow.learning.megatron import MegatronStrategy
 
     RanksStrategy = FSDP2Strategy | MegatronStrategy
@@ -140,7 +134,7 @@ class Rank:
 
     def release_memory(self) -> None:
         """Give GPU memory back that the next step alone needs, as an engine takes its turn."""
-        release_memory()
+        torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Leave the process group."""

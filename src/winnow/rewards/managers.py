@@ -278,9 +278,7 @@ class UserManager(Manager):
                 # In this very task: a SystemExit in another one would end the event loop.
                 async with limit:
                     result = await result
-            if isinstance(result, Failure):
-                return result
-            return check_score(parse_result(result))
+            return result if isinstance(result, Failure) else check_score(parse_result(result))
         except RewardError:  # its way to say that nothing can be scored any more
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:

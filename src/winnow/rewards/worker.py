@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -156,8 +156,7 @@ def main() -> None:
     cell = os.open(job.cell, os.O_WRONLY)
     sys.path[:] = job.python_path
     try:
-        module, _, name = job.runtime.partition(":")
-        runtime: PoolRuntime = getattr(import_module(module), name)(*job.arguments)
+        runtime: PoolRuntime = resolve_name(job.runtime)(*job.arguments)
     except WinnowError as error:
         _send(channel, 0, Ready(False, str(error)))
         return

@@ -30,13 +30,14 @@ from winnow.rollout.engine import (
     CompletionEvent,
     EngineStatus,
     GroupRequest,
+    ImageLists,
     MemoryPart,
     StoringEngine,
     check_may_sleep,
     check_update_allowed,
 )
 from winnow.rollout.weights import Bucket, WeightUpdate, send_weights
-from winnow.types import FloatArray, Image, IntArray, Segment
+from winnow.types import FloatArray, IntArray, Segment
 from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult
 
 if TYPE_CHECKING:
@@ -150,11 +151,7 @@ class EngineWorker:
             self._profiler.close()
 
     async def _wait_for_events(
-        self,
-        found: list[CompletionEvent],
-        until: int | None,
-        patience_s: float,
-        gather: bool,
+        self, found: list[CompletionEvent], until: int | None, patience_s: float, gather: bool
     ) -> None:
         """Wait as `Engine.events` does, `patience_s` at most; gather all up to `until` if asked."""
         try:
@@ -367,11 +364,7 @@ class RemoteEngine:
         check_update_allowed(status.running + status.queued > 0, status.live_updates)
 
     async def logprobs_of(
-        self,
-        sequences: Sequence[IntArray],
-        temperature: float,
-        last: int,
-        images: Sequence[tuple[Image, ...]] = (),
+        self, sequences: Sequence[IntArray], temperature: float, last: int, images: ImageLists = ()
     ) -> list[FloatArray]:
         found = await self._call("logprobs_of", list(sequences), temperature, last, list(images))
         return cast("list[FloatArray]", found)

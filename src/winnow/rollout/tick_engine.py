@@ -34,13 +34,7 @@ from winnow.rollout.engine import (
     GroupRequest,
     check_update_allowed,
 )
-from winnow.rollout.weights import (
-    Bucket,
-    WeightReceiver,
-    WeightUpdate,
-    can_stage,
-    load_stored,
-)
+from winnow.rollout.weights import Bucket, WeightReceiver, WeightUpdate, can_stage, load_stored
 from winnow.types import FinishReason, Image, IntArray, Segment, VersionSpan, join_images
 from winnow.workers.threads import in_thread
 

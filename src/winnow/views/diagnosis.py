@@ -308,8 +308,7 @@ def _describe(reward: tuple[float, float], held_out: tuple[float, float]) -> str
 
 
 def _check_no_calls(run: RunHistory) -> str | None:
-    names = "environment/calls", "environment/malformed"
-    counts = [run.latest(name) for name in names]
+    counts = [run.latest(f"environment/{name}") for name in ("calls", "malformed")]
     is_enough = run.setting("environment.name", "") == "tools" and len(counts[0]) == WINDOW
     if not is_enough or any(map(any, counts)):
         return None
@@ -317,12 +316,11 @@ def _check_no_calls(run: RunHistory) -> str | None:
 
 
 def _check_malformed(run: RunHistory) -> str | None:
-    bad, good = (math.fsum(run.latest(f"environment/{name}")) for name in ("malformed", "calls"))
-    total = bad + good
+    counts = [run.latest(f"environment/{name}") for name in ("malformed", "calls")]
+    bad, total = math.fsum(counts[0]), math.fsum(map(math.fsum, counts))
     if run.seen["environment/malformed"] < WINDOW or not bad > _MOST_MALFORMED * total > 0:
         return None
-    counts = zip(*map(run.latest, ("environment/malformed", "environment/calls")), strict=True)
-    shares = [m / (m + n) if m else 0.0 for m, n in counts]
+    shares = [m / (m + n) if m else 0.0 for m, n in zip(*counts, strict=True)]
     if _is_falling(shares, total / WINDOW * run.answers_per_step):
         return None
     return f"{bad / total:.0%} of the calls in the last {WINDOW} steps could not be parsed"

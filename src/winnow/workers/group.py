@@ -32,7 +32,7 @@ from winnow.workers.host import (
 )
 from winnow.workers.local import LocalConnection, SharedStore, pack
 from winnow.workers.logs import LogReceiver
-from winnow.workers.threads import spawn
+from winnow.workers.threads import block_on, spawn
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -186,7 +186,7 @@ class WorkerGroup:
 
     def call_blocking(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks and block; return the results by rank."""
-        return _block_on(self._call_ranks(range(self.size), Call(method, args, kwargs)), self._loop)
+        return block_on(self._call_ranks(range(self.size), Call(method, args, kwargs)), self._loop)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks; return the results by rank.
@@ -220,7 +220,7 @@ class WorkerGroup:
     def close_blocking(self) -> None:
         """Do what `close` does, and block; do nothing if the loop is closed."""
         if not self._loop.is_closed():
-            _block_on(self._close_once(), self._loop)
+            block_on(self._close_once(), self._loop)
 
     async def _close_once(self) -> None:
         if self._closed is None:
@@ -475,7 +475,7 @@ class WorkerGroups:
 
     def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the loop and return its result."""
-        return _block_on(work, self._loop)
+        return block_on(work, self._loop)
 
     async def _start(self, start: Start) -> WorkerGroup:
         group = await start()
@@ -512,13 +512,3 @@ class WorkerGroups:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-
-
-def _block_on(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> _T:
-    """Run a coroutine on another thread's loop and return its result."""
-    future = asyncio.run_coroutine_threadsafe(work, loop)
-    try:
-        return future.result()
-    except BaseException:  # such as KeyboardInterrupt
-        future.cancel()
-        raise

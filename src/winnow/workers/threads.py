@@ -38,6 +38,16 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
     return await future
 
 
+def block_on(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
+    """Run a coroutine on another thread's loop and return its result."""
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        return future.result()
+    except BaseException:  # such as KeyboardInterrupt
+        future.cancel()
+        raise
+
+
 def set_outcome(future: asyncio.Future[T], outcome: T | BaseException) -> None:
     """Set a future's result or exception, unless it is done already."""
     if future.done():  # cancelled, or its loop is closed

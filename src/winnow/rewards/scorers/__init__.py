@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from winnow.types import Score
@@ -41,8 +41,7 @@ class Scorer:
     @cached_property
     def score(self) -> ScoreFunction:
         """The function itself."""
-        module, _, function = self.import_path.partition(":")
-        score: ScoreFunction = getattr(import_module(f"{__name__}.{module}"), function)
+        score: ScoreFunction = resolve_name(f"{__name__}.{self.import_path}")
         return score
 
     def explain_wrong(self, score: Score, ground_truth: Any) -> str:

@@ -446,7 +446,8 @@ class Slots:
         lengths = np.array([len(context) for context in contexts])
         starts = np.array([len(a.group.prompt_ids) for a in answers])
         limits = starts + np.array([a.group.sampling.max_tokens for a in answers]) - 1
-        self._reserve(int(limits.max()) + 1)
+        if (grow := int(limits.max()) + 1 - self.ids.shape[1]) > 0:
+            self.ids, self.logprobs = pad(self.ids, (0, grow)), pad(self.logprobs, (0, grow))
         for row, (answer, context) in enumerate(zip(answers, contexts, strict=True), first):
             self.ids[row, : len(context)] = torch.tensor(context)
             begun = slice(len(context) - len(answer.prefix), len(context))
@@ -471,11 +472,6 @@ class Slots:
     def _find_stop_strings(self) -> None:
         answers = enumerate(self.answers if any(each.stop for each in self.kinds) else ())
         self.with_stop_strings = [row for row, answer in answers if answer.settings.stop]
-
-    def _reserve(self, length: int) -> None:
-        grow = length - self.ids.shape[1]
-        if grow > 0:
-            self.ids, self.logprobs = pad(self.ids, (0, grow)), pad(self.logprobs, (0, grow))
 
     def append(self, ids: Tensor, logprobs: Tensor) -> None:
         """Write one more token [R] and its log-prob [R] in each live row."""

@@ -115,17 +115,13 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         return self._slots.answers
 
     def _check(self, group: GroupRequest) -> None:
-        self._set_stop_ids(group.sampling.stop_token_ids)
+        if (stop_ids := group.sampling.stop_token_ids) != self._stop_ids:
+            if len(self._slots) or self._queue:
+                raise ValueError("one engine decodes with one set of stop ids at a time")
+            self._stop_ids = stop_ids
+            self._is_stop.zero_()
+            self._is_stop[[i for i in stop_ids if i < self._vocab]] = True
         super()._check(group)
-
-    def _set_stop_ids(self, stop_ids: tuple[int, ...]) -> None:
-        if stop_ids == self._stop_ids:
-            return
-        if len(self._slots) or self._queue:
-            raise ValueError("one engine decodes with one set of stop ids at a time")
-        self._stop_ids = stop_ids
-        self._is_stop.zero_()
-        self._is_stop[[i for i in stop_ids if i < self._vocab]] = True
 
     async def _load_tensors(self, update: WeightUpdate) -> None:
         own, staged = dict(self._model.named_parameters()), dict[str, Tensor]()
