@@ -6,7 +6,7 @@ Trains the seeds one after another, each in a process of its own, and writes
 benchmarks/results/real_model.md and docs/real_model.png. A seed that has finished in FOLDER is
 read, not trained again. Its weights are dequantised from Q4_1 and Q8_0.
 
-Accuracy is over 200 held-out problems with 2 answers each, whose numbers never stand together in
+Accuracy is over 200 held-out problems with an answer each, whose numbers never stand together in
 training, of all answers and of those that ended before the limit. Intervals are of 95 %: of a share
 as `winnow eval` gives them, of a gain by Student's t from the standard errors of start and end as
 if these were independent, which is too wide where the same problems are easy both times.
@@ -33,7 +33,7 @@ from winnow.observe.metrics import Record
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, CURVE = ROOT / "benchmarks/results/real_model.md", ROOT / "docs/real_model.png"
 SOURCE = "eval/arithmetic/"
-FIGURES = {"all answers": "avg@2", "those that ended": "avg_ended"}
+FIGURES = {"all answers": "avg@1", "those that ended": "avg_ended"}
 COSTS = "wall_s", "cpu_s", "peak_gib"
 
 
@@ -76,7 +76,7 @@ def gain(before: Estimate, after: Estimate) -> str:
 
 def evaluated(records: Sequence[Record]) -> list[Record]:
     """The records with an evaluation, the first of which is of the start."""
-    return [record for record in records if f"{SOURCE}avg@2" in record]
+    return [record for record in records if f"{SOURCE}avg@1" in record]
 
 
 def tables(seeds: Mapping[int, dict[str, Any]]) -> str:
@@ -118,9 +118,9 @@ def draw(seeds: Mapping[int, dict[str, Any]], path: Path) -> None:
     for number, (seed, run) in enumerate(seeds.items()):
         points, colour = evaluated(run["records"]), f"C{number}"
         steps = [record["step"] for record in points]
-        for name, style in (("avg@2", "-"), ("avg_ended", "--"), ("truncated", ":")):
+        for name, style in (("avg@1", "-"), ("avg_ended", "--"), ("truncated", ":")):
             values = [100 * record[f"{SOURCE}{name}"] for record in points]
-            label = f"seed {seed}" if name == "avg@2" else None
+            label = f"seed {seed}" if name == "avg@1" else None
             left.plot(steps, values, style, color=colour, label=label)
         course = [(r["step"], r["actor/entropy"]) for r in run["records"] if "actor/entropy" in r]
         right.plot(*zip(*course, strict=True), color=colour)

@@ -24,7 +24,7 @@ from winnow.models.causal_lm import AttentionLayout, output_head
 from winnow.models.fused_layers import is_gated_mlp, is_norm
 
 _MODELS = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
-_PACKED = 1 << 20
+_PACKED = 1 << 18
 """Elements from which packing a matrix gains more than the 40 microseconds that oneDNN takes for
 each call (measured)."""
 _MULTIPLY = "_linear_pointwise"
