@@ -5,7 +5,7 @@
 In the environment of `trl_step.py`. Both sides train plain GRPO from the quickstart's warm start of
 seed 1; seeds are those of prompts and draws. A step has 64 prompts x 8 answers, in one order,
 rewards +1 and -1, no filter, no length penalty, no KL, clip 0.2, advantages by the group's standard
-deviation, loss over tokens, AdamW at a constant 4e-4, clipped to norm 1. Arms: `winnow` and `TRL`
+deviation, loss over tokens, AdamW at a constant 8e-4, clipped to norm 1. Arms: `winnow` and `TRL`
 with four updates of 128 answers a step; the same with one update of 512; and `winnow, single
 answers`, which deals a step's answers out to its four updates one by one, as TRL does, where Winnow
 deals out whole groups; `winnow, recompute` makes a pass for old log-probs, where Winnow reuses the

@@ -7,7 +7,7 @@
 Both start from the quickstart's warm start and do the quickstart's step without dynamic sampling:
 64 prompts x 8 answers of at most 128 tokens at temperature 1, rewards by the same scorer, clipping
 at 0.2 and 0.28, token-level loss without a reference, four updates of 128 answers, learning rate
-4e-4, one thread. TRL pads a micro-batch's answers to the longest; it is measured with the four
+8e-4, one thread. TRL pads a micro-batch's answers to the longest; it is measured with the four
 updates' 128 answers whole and in micro-batches of 32. With --smollm2 the start is that folder of
 SmolLM2-135M-Instruct, and a step has 8 questions (sums of two digits, rendered by its chat
 template) x 8 answers of at most 32 tokens, two updates of 32 answers, learning rate 2e-5, at most
@@ -55,7 +55,7 @@ class Setup:
     answers: int = 8
     updates: int = 4
     tokens: int = 128
-    lr: float = 4e-4
+    lr: float = 8e-4
     micro_batch: int = 128
     """Answers that TRL runs at once."""
     warm_up: int = WARM_UP_STEPS
