@@ -134,10 +134,11 @@ class Session(LLM):
         """
         if not any(len(sample.token_ids) for sample in samples):
             raise ConfigError(f"samples must have tokens, got none in {len(samples)} samples")
-        if (loss is None) == (advantages is None) or len(advantages or samples) != len(samples):
+        count = None if advantages is None else len(advantages)
+        if (loss is None) == (count is None) or count not in (None, len(samples)):
             raise ConfigError(
                 "forward_backward takes either a loss or one advantage a sample, got loss="
-                f"{loss} and {len(advantages or ())} advantages for {len(samples)} samples"
+                f"{loss} and {count or 0} advantages for {len(samples)} samples"
             )
         strategy, batch, objective = self._strategy, _pack(samples), self._role.objective
         groups, tokens = range(batch.n_groups), self._config.trainer.token_budget
@@ -238,7 +239,7 @@ def _linear_loss(micro: MicroBatch, outputs: Outputs) -> LossResult:
 def _pack(samples: Sequence[Completion]) -> Batch:
     """Pack samples; neighbours with the same prompt are a group."""
     groups, unscored = list[Group](), Score(0.0, 0.0)
-    for _, group in groupby(samples, lambda sample: id(sample.prompt_ids)):
+    for _, group in groupby(samples, lambda sample: sample.prompt_ids.tobytes()):
         answers = []
         for sample in group:
             segment = Segment(sample.token_ids, sample.logprobs, ())

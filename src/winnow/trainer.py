@@ -14,7 +14,6 @@ The run has a thread for itself, so a running event loop does not matter.
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import io
 import json
@@ -201,12 +200,16 @@ class Trainer:
     def _write_inputs(self) -> None:
         for file, content in self._inputs.items():
             write_atomic(file, content)
-        self._inputs.clear()
 
     def _files(self, argument: str, rows: Rows) -> list[str]:
         """Return data files; rows become a new one, named by its content."""
         if isinstance(rows, str | os.PathLike):
             return [os.fspath(rows)]
+        if isinstance(rows, Mapping) or hasattr(rows, "iloc"):
+            raise DataError(
+                f"{argument} must be a list of dicts, a Dataset or files, got a "
+                f"{type(rows).__name__}; give one of its splits, or its rows"
+            )
         records = [*rows]
         if records and all(isinstance(each, str | os.PathLike) for each in records):
             return [*map(os.fspath, records)]
@@ -300,6 +303,7 @@ class Trainer:
             if done is not None:  # the loop was left
                 stop()
                 work.next()
+                work.outcome.result()
         if (code := work.outcome.result()) and not is_stopped:
             raise KeyboardInterrupt if code == EXIT_INTERRUPTED else SystemExit(code)
 
@@ -311,6 +315,7 @@ class Trainer:
         from winnow.commands.train import TrainOptions, run_training
         from winnow.run.supervisor import Heartbeat
 
+        self._write_inputs()  # again, as a start that fails removes the run's folder
         check_requirements(self.config)
         require_trusted_start(self.config, self._recipe, (), trusts=False)
         options = TrainOptions(
@@ -417,8 +422,13 @@ class _Work:
         self._asked.release()
         with self.stop.listening():
             while True:
-                with contextlib.suppress(Stopped):  # the work is not interruptible yet, but soon
+                try:
                     return self._items.get()
+                except Stopped:  # the work is not interruptible yet, but soon
+                    continue
+                except KeyboardInterrupt:  # a second one; the work still ends as the first asked
+                    self._asked.release()
+                    raise
 
 
 def _settings(values: Mapping[str, Any]) -> list[Setting]:
@@ -435,7 +445,7 @@ def _json_line(record: Any, origin: str) -> str:
         raise DataError(f"{origin} must be a dict with columns, got a {type(record).__name__}")
     try:
         return json.dumps(dict(record), default=_to_json, ensure_ascii=False) + "\n"
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OSError) as error:
         raise DataError(f"{origin}: {error}; leave the column out, or make it text") from error
 
 

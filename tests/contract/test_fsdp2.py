@@ -274,10 +274,10 @@ def undivided(
 def shares_of(batch: Batch, ranks: int, shares_prompts: bool = False) -> list[list[MicroBatch]]:
     every = range(batch.n_groups)
     # One rank more than there are samples, each of which has a rank to itself.
-    (waiting,) = split_update(batch, every, BUDGET, batch.n_samples + 1).micro_batches(
-        batch.n_samples
-    )
-    dealt = split_update(batch, every, BUDGET, ranks, SHAPE["hidden_size"], shares_prompts)
+    width, samples = SHAPE["hidden_size"], batch.n_samples
+    alone = split_update(batch, every, BUDGET, samples + 1, width, shares_prompts)
+    (waiting,) = alone.micro_batches(samples)
+    dealt = split_update(batch, every, BUDGET, ranks, width, shares_prompts)
     shares = [dealt.micro_batches(rank) for rank in range(ranks)]
     # Some begin with nothing to do, the others end so.
     return [[waiting, *own] if i % 2 else [*own, waiting] for i, own in enumerate(shares)]

@@ -197,8 +197,36 @@ class Repeat:
         return Step("1:", reward=len(turn.text) / 8, done=len(turn.text) % 2 == 0)
 
 
+def test_a_start_that_failed_is_tried_again_with_the_same_rows(here: Path) -> None:
+    again = trainer("again", model="later", steps=1)
+    with pytest.raises(WinnowError, match="later"):
+        again.train()
+    (here / "later").symlink_to("model")
+    assert again.train().metrics[-1]["step"] == 1
+
+
+def test_a_card_has_the_held_out_rows_of_the_last_evaluation(
+    here: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "write")
+    for step, name in enumerate(("first", "second"), 1):
+        (here / f"{name}.jsonl").write_text("\n".join(map(json.dumps, ROWS[:3])))
+        moved = trainer("moved", eval_data=f"{name}.jsonl", steps=step, eval_every=1)
+        moved.train()
+    moved.push_to_hub("owner/moved")
+    assert "| second, 3 problems |  | " in hub.repos["owner/moved"]["README.md"].decode()
+
+
+def test_steps_of_fine_tuning_are_handed_over_too(here: Path) -> None:
+    rows = ({"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS)
+    (here / "shown.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["sft.train_files=[shown.jsonl]", "observe.console=off", "run.threads=1"]
+    tuner = winnow.Trainer("model", recipe="sft", steps=2, name="tuned", overrides=words)
+    assert [step.number for step in tuner] == [1, 2]
+
+
 def test_an_environment_of_the_program_plays_in_its_process(here: Path) -> None:
-    kind = type("Local", (Repeat,), {})
+    kind = type("Local", (Repeat,), {"__module__": "cell"})  # as a notebook has no file
     (here / "chat.jinja").write_text(CHAT_TEMPLATE)
     words = [*OTHERS, "data.chat_template=chat.jinja", "environment.max_turns=3",
              "reward/manager=environment"]  # fmt: skip
@@ -219,6 +247,8 @@ BAD: list[tuple[dict[str, Any], type[WinnowError], str]] = [
      "for 2 reward functions; give one for each"),
     ({"data": [{"prompt": "1:"}, 7]}, DataError, "data[1] must be a dict with columns, got a int"),
     ({"data": []}, DataError, "data has no rows; give at least one"),
+    ({"data": {"prompt": ["1:"]}}, DataError, "data must be a list of dicts, a Dataset or files, "
+     "got a dict; give one of its splits, or its rows"),
     ({"data": [{"prompt": {1}}]}, DataError, "data[0]: set is not a value of a data file; leave "
      "the column out, or make it text"),
     ({"overrides": [*OTHERS, "trainer.max_restarts=1"]}, ConfigError, "trainer.max_restarts=1 "
@@ -290,8 +320,8 @@ def test_the_program_of_trl_beside_ours_runs_too(here: Path) -> None:
     pytest.importorskip("trl")
     program = programs("from_trl.md")[0]
     program = program.replace("GRPOConfig(", "GRPOConfig(use_cpu=True, bf16=False, ")
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=here, capture_output=True)
-    assert (here / "runs/sort").is_dir()
+    said = subprocess.run([sys.executable, "-c", program], cwd=here, capture_output=True)
+    assert (said.returncode, b"train_runtime" in said.stdout) == (0, True), said.stderr
 
 
 SIGNALLED = """
@@ -312,6 +342,39 @@ try:
 except KeyboardInterrupt:
     sys.exit("interrupted")
 """
+TWICE = """
+import os, signal, time
+from tests.e2e.test_trainer import even, trainer
+from winnow.errors import WinnowError
+
+interrupts = 2
+
+def reward(solution_str, ground_truth):
+    global interrupts
+    while interrupts:
+        interrupts -= 1
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+    return even(solution_str, ground_truth)
+
+try:
+    trainer("twice", reward).train()
+except KeyboardInterrupt:
+    print("interrupted")
+for _ in range(600):
+    try:
+        assert trainer("twice", reward).train().metrics[-1]["step"] == 3
+        break
+    except WinnowError as error:  # until the first has ended
+        assert "in use" in str(error)
+        time.sleep(0.1)
+else:
+    raise SystemExit("the run is still in use")
+"""
+
+
+def test_a_second_ctrl_c_lets_go_of_the_run(here: Path, server: Server) -> None:
+    assert "interrupted" in python(server, TWICE, here).check().out
 
 
 def test_ctrl_c_and_sigterm_save_the_run_before_they_end_the_program(

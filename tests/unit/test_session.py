@@ -100,7 +100,8 @@ def test_the_loss_of_the_settings_is_the_function_that_it_names(session: winnow.
     value = session.forward_backward(samples, clipped)
     expected = gradients(session)
     session._strategy._optimizer.zero_grad()
-    assert session.forward_backward(samples, advantages=advantages) == pytest.approx(value)
+    array = np.array(advantages)
+    assert session.forward_backward(samples, advantages=array) == pytest.approx(value)
     torch.testing.assert_close(gradients(session), expected, rtol=1e-4, atol=1e-6)
     session.forward_backward(samples, clipped)  # gradients add up
     doubled = {name: 2 * gradient for name, gradient in expected.items()}

@@ -23,6 +23,7 @@ from filelock import FileLock
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 import winnow
+from winnow.checkpoints.opening import pin_microbatch_tokens
 from winnow.config.data import CalcTask, ShapesTask, SortDigitsTask
 from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
@@ -56,7 +57,7 @@ def warm_start_folder(config: Config) -> Path:
         "limit": config.rollout.max_response_tokens,
         "seed": config.run.seed if warm.seed is None else warm.seed,
         "threads": torch.get_num_threads(),
-        "microbatch_tokens": config.trainer.token_budget,  # how gradients are summed
+        "microbatch_tokens": pin_microbatch_tokens(config).trainer.token_budget,  # orders sums
         "instruction set": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -79,6 +80,7 @@ def make_warm_start(
     Raises:
         WinnowError: the cache cannot be written to.
     """
+    config = pin_microbatch_tokens(config)
     target, warm, task = warm_start_folder(config), config.warm_start, config.data.task
     assert isinstance(warm, SftWarmStart)
     assert isinstance(task, SortDigitsTask | CalcTask | ShapesTask)

@@ -149,10 +149,13 @@ def _accuracy_table(files: Sequence[tuple[int, Path]]) -> Iterator[str]:
     steps = " | ".join(f"step {step}" for step, _ in (files[0], files[-1]))
     yield f"\n| Held-out accuracy, 95 % interval over problems | {steps} |\n|---|---|---|"
     both = [parse_answers(file, read_rollouts(file)) for _, file in (files[0], files[-1])]
-    for source in sorted({*both[0].sources.values()}):
+    for source in sorted({*both[-1].sources.values()}):
         cells = []
         for answers in both:
             marks = [answers.means[p] for p, of in answers.sources.items() if of == source]
+            if not marks:  # it was not evaluated on then
+                cells.append("")
+                continue
             low, high = (average := mean_of(marks)).interval
             cells.append(f"{average.mean:.3f} [{low:.3f}, {high:.3f}]")
         yield f"| {source}, {len(marks):,} problems | {' | '.join(cells)} |"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import math
@@ -78,7 +79,9 @@ class EnvironmentHost:
         if sandbox is not None:
             start_sandbox(sandbox)
         loaded = [load_user_object(path, field, ConfigError) for path in paths]
-        self._file = inspect.getsourcefile(loaded[0]) if loaded else None
+        self._file = None
+        with contextlib.suppress(OSError, TypeError):  # a notebook's, or an object with __call__
+            self._file = inspect.getsourcefile(loaded[0]) if loaded else None
         if tools:
             self._make = partial(ToolEnvironment, loaded, **options)
             self.is_async = any(map(is_async_tool, loaded))

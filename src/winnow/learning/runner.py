@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from winnow.algorithms.logprobs import OutputHead, chunk_size, token_logprobs
 from winnow.learning.batch import MicroBatch
 from winnow.models.causal_lm import hidden_states, is_reward_model, is_value_model, output_head
-from winnow.models.packed_attention import PackedLayout, can_share_prefixes
+from winnow.models.packed_attention import PackedLayout, can_share_prefixes, copy_tokens
 from winnow.models.value import scalar_head
 from winnow.models.vision import encode_images
 from winnow.types import Image
@@ -79,7 +79,7 @@ class ModelRunner(nn.Module):
             rows = shared.rows.index_select(0, rows)
         layout = PackedLayout(lengths, ids.device, self._kernels, prefixes)
         hidden = hidden_states(self.model, ids, micro.images or positions, layout)
-        return hidden.index_select(0, rows), at
+        return hidden.index_select(0, rows) if shared is None else copy_tokens(hidden, rows), at
 
     def can_share_prompts(self, device: torch.device) -> bool:
         """Return whether one prompt's states can serve several answers (`MicroBatch.shared`)."""

@@ -75,13 +75,14 @@ def share_prompts(
     Returns:
         None if nothing is shared.
     """
-    stops = np.append(starts[1:], len(token_ids))
+    stops = np.append(starts, len(token_ids))[1:]  # none of an empty micro-batch
     ends = np.minimum(starts + prompts, stops)
     bounds = [*zip(starts.tolist(), ends.tolist(), stops.tolist(), strict=True)]
     keys = []
     for (start, end, _), group in zip(bounds, groups.tolist(), strict=True):
         shown = [(i.start - start, i.digest) for i in images if start <= i.start < end]
-        keys.append((group, token_ids[start:end].tobytes(), *shown))
+        crosses = any(i.start < end < i.start + len(i) for i in images)
+        keys.append((group, token_ids[start:end].tobytes(), *shown, *[start] * crosses))
     counts = Counter(keys)
     source, lengths, prefixes = np.arange(len(token_ids)), list[int](), list[int]()
     first = dict[object, tuple[int, int]]()

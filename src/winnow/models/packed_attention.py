@@ -216,7 +216,7 @@ class PackedLayout:
         offsets = key_offsets = self._query_offsets
         if self._has_prefixes:
             tokens, key_offsets, longest_keys = self._packed_keys
-            k, v = (cast(Any, _CopyTokens).apply(x, tokens) for x in (k, v))
+            k, v = (copy_tokens(x, tokens) for x in (k, v))
         options: Any = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
         if _takes_enable_gqa(varlen_attn):
             options["enable_gqa"] = q.shape[1] != k.shape[1]
@@ -344,7 +344,7 @@ def _bias(seen: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 class _CopyTokens(torch.autograd.Function):
-    """Copy tokens [T, K, D] as often as they are named; gradients are summed in fp32."""
+    """Copy tokens [T, …] as often as they are named; gradients are summed in fp32."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, named: Tensor) -> Tensor:
@@ -359,6 +359,11 @@ class _CopyTokens(torch.autograd.Function):
         exact = torch.promote_types(grad.dtype, torch.float32)
         sums = grad.new_zeros(ctx.tokens, *grad.shape[1:], dtype=exact)
         return sums.index_add_(0, named, grad.to(exact)).to(grad.dtype), None
+
+
+def copy_tokens(tokens: Tensor, named: Tensor) -> Tensor:
+    """Return tokens [T, …] as often as `named` names them; their gradients are summed in fp32."""
+    return cast(Tensor, cast(Any, _CopyTokens).apply(tokens, named))
 
 
 class _ToRows(torch.autograd.Function):

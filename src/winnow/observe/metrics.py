@@ -209,6 +209,13 @@ class Stopwatch:
         self._lap_start = self._since
         return record
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time of the block, which is in no phase, out of the lap."""
+        self._book_elapsed()
+        yield
+        self._lap_start, self._since = self._lap_start + self._clock() - self._since, self._clock()
+
     def seconds(self) -> dict[str, float]:
         """Return the seconds by phase since the last lap."""
         self._book_elapsed()

@@ -231,7 +231,7 @@ def _trl_arguments(batch: Sequence[Arguments]) -> dict[str, list[Any]]:
         if not isinstance(prompt, str):
             completions[index] = [{"role": "assistant", "content": completions[index]}]
     columns = {name: [row.get(name) for row in rows] for name in rows[0]}
-    return {"completions": completions, "prompts": prompts, **columns}
+    return {**columns, "completions": completions, "prompts": prompts}
 
 
 def score_by_rule(scorer: Scorer, arguments: Arguments) -> Outcome:

@@ -432,7 +432,8 @@ async def _evaluate_log_save(
         run.record_boundary(step, None, figures, sampling.overrides)
         if run.is_due(run.save_every, step):
             await sampling.save()
-    run.on_step(step, record)
+    with run.watch.paused():
+        run.on_step(step, record)
 
 
 # What the end of a step does with sampling

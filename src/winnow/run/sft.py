@@ -77,11 +77,14 @@ async def _evaluate_log_save(run: SftRun, step: int, record: Mapping[str, Number
     if run.is_due(run.evaluate_every, step):
         run.record_boundary(step, record)  # so that a stop during evaluation keeps the step
         figures = await _evaluate(run, step)
-    run.sinks.log(step, {**record, **figures, **run.data_figures(), **run.watch.lap()})
+    record = {**record, **figures, **run.data_figures(), **run.watch.lap()}
+    run.sinks.log(step, record)
     run.record_boundary(step, None, figures)
     if run.is_due(run.save_every, step):
         with run.watch.phase("checkpoint"):
             run.state.save()
+    with run.watch.paused():
+        run.on_step(step, record)
 
 
 async def _evaluate(run: SftRun, step: int) -> Mapping[str, Number]:

@@ -150,10 +150,11 @@ def test_figures_weigh_each_update_by_its_time() -> None:
 
 def test_more_ranks_than_samples_leave_some_with_nothing() -> None:
     batch = batch_of([[3, 4]])
-    shares = split_update(batch, [0], 100, 4, 8)
-    assert shares.assignment.idle_share == 0.5
-    own = [shares.micro_batches(rank) for rank in range(4)]
-    assert [len(micro.token_ids) for (micro,) in own] == [6, 5, 0, 0]
+    for shares_prompts in (False, True):
+        shares = split_update(batch, [0], 100, 4, 8, shares_prompts)
+        assert shares.assignment.idle_share == 0.5
+        own = [shares.micro_batches(rank) for rank in range(4)]
+        assert [len(micro.token_ids) for (micro,) in own] == [6, 5, 0, 0]
     nothing = split_update(batch, [], 100, 2, 8)
     assert nothing.micro_batches(0) == nothing.micro_batches(1) == []
     assert nothing.assignment.spread == nothing.assignment.lockstep == 1.0

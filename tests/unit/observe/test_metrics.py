@@ -107,6 +107,17 @@ def test_phases_and_the_rest_add_up_to_the_step() -> None:
     }
 
 
+def test_time_while_paused_is_in_no_lap() -> None:
+    clock = Clock()
+    watch = Stopwatch(clock)
+    clock.now += 1
+    with watch.paused():
+        clock.now += 2
+    with watch.phase("update"):
+        clock.now += 4
+    assert watch.lap() == {"time/update_s": 4.0, "time/other_s": 1.0, "time/step_s": 5.0}
+
+
 def test_a_lap_starts_afresh_and_splits_a_phase_that_is_open() -> None:
     clock = Clock()
     watch = Stopwatch(clock)

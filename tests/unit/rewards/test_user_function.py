@@ -155,7 +155,8 @@ def test_a_function_of_trl_gets_all_columns_and_may_give_no_reward(tmp_path: Pat
         "    return [None if text == 'text' else 1 for text in completions]\n"
     )
     user = scorer(tmp_path, code, name="f")
-    none, one = scored(user, "s", "text", "g", ROW), scored(user, "s", "other", "g", ROW)
+    row = ROW | {"completions": "the row's"}  # of a column of that name the answers come first
+    none, one = scored(user, "s", "text", "g", row), scored(user, "s", "other", "g", row)
     assert (none.reward, none.parts, none.has_accuracy) == (0.0, {}, False)
     assert (one.reward, one.parts, one.accuracy) == (1.0, {"task": 1.0}, 1.0)
 

@@ -67,9 +67,7 @@ def max_slots(config: Any, dtype: torch.dtype, slots: int, longest: int, gib: fl
     row_gib = cache_bytes_per_slot(config, dtype, longest) / 2**30
     log.info(
         "the KV cache takes up to %.3g GiB: %d slots, %.3g GiB each",
-        slots * row_gib,
-        slots,
-        row_gib,
+        *(slots * row_gib, slots, row_gib),
     )
     if gib is None:
         return slots
