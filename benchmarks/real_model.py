@@ -154,7 +154,7 @@ def main() -> None:
     draw(seeds, args.curve)
     head = "# SmolLM2-135M-Instruct learns sums and products\n\n"
     about = (
-        "Weights dequantised from Q4_1 and Q8_0. Held out: 200 problems, 2 answers each at "
+        "Weights dequantised from Q4_1 and Q8_0. Held out: 200 problems, an answer each at "
         "temperature 1 of at most 128 tokens, whose numbers never stand together in training; "
         "shares in % with 95 % intervals. Entropy is that of the sampled tokens of the step, at "
         f"step 0 of step 1. {os.cpu_count()} cores.\n\n"
