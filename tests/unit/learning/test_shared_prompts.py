@@ -45,6 +45,8 @@ def test_only_the_same_tokens_and_images_of_one_group_are_shared() -> None:
     assert shares(one_group, cat, cat.at(4))
     assert not shares(one_group, cat, dog.at(4))
     assert not shares(one_group, cat)
+    wide = Image(1, (1, 2), b"", "wide")  # ends behind the prompt
+    assert not shares(one_group, wide, wide.at(4))
     assert share_prompts(np.array([7, 8, 1, 7, 9, 3]), starts, pair, one_group) is None
 
 
