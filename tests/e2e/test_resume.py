@@ -128,10 +128,10 @@ def test_a_fork_learns_by_its_own_settings_and_can_be_resumed(home: Path) -> Non
         *("algorithm/policy_loss=cispo", "algorithm/kl/reward=fixed"),
     )
     said = train(home, "own", *other).check().out
-    assert "optim.lr was 0.0004 and is 0.001\n" in said
+    assert "optim.lr was 0.0008 and is 0.001\n" in said
     rates = [record.get("actor/lr") for record in read_metrics(at(home, "own") / "metrics.jsonl")]
     assert rates[-2:] == [0.001, 0.001]
-    assert max(rate for rate in rates[:-2] if rate is not None) == 0.0004
+    assert max(rate for rate in rates[:-2] if rate is not None) == 0.0008
     # Killed before its first checkpoint, it has its origin's alone.
     again = cut_off(home, "own", "own-again", 2)
     assert "Continuing runs/own-again after step 2" in train(home, again.name, *other).check().out
