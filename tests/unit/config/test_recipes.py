@@ -148,11 +148,19 @@ UNFILTERED = {
     "algorithm.policy_loss.dual_clip": None,
     "reward.overlong.enabled": False,
     "sampling.filter.name": "none",
+}
+"""GRPO against DAPO."""
+TASK = {
+    "data.task.max_digits": 8,
+    "warm_start.demonstrations.guess_share": 0.5,
+    "warm_start.demonstrations.working_share": 0.25,
+    "warm_start.steps": 1000,
+    "optim.lr": 4e-4,
     "trainer.steps": 40,
 }
-"""GRPO against the quickstart."""
+"""All small recipes against the quickstart."""
 SMALL: dict[str, dict[str, Any]] = {
-    "dapo": {"trainer.steps": 40},
+    "dapo": {},
     "grpo": UNFILTERED,
     "drgrpo": UNFILTERED
     | {
@@ -180,9 +188,9 @@ SMALL: dict[str, dict[str, Any]] = {
         "algorithm.policy_loss.clip_low": 3e-4,
         "algorithm.policy_loss.clip_high": 4e-4,
     },
-    "cispo": {"algorithm.policy_loss.name": "cispo", "trainer.steps": 40},
+    "cispo": {"algorithm.policy_loss.name": "cispo"},
 }
-"""What differs from the quickstart, key by key; keys that only one variant has are left out."""
+"""What differs from the quickstart besides, key by key; keys that only one variant has are left out."""
 OTHERS = {
     *("quickstart", "quickstart-tools", "quickstart-images"),
     *("smollm2", "dapo-math", "gsm8k", "sft"),
@@ -230,7 +238,7 @@ def test_a_small_recipe_changes_what_its_family_changes_and_nothing_else(name: s
     start, family = settings("quickstart"), settings(name)
     shared = {key for key in start if key in family} - {"run.description"}
     changed = {key: family[key] for key in shared if family[key] != start[key]}
-    expected = {key: value for key, value in SMALL[name].items() if key in family}
+    expected = {key: value for key, value in (TASK | SMALL[name]).items() if key in family}
     assert changed == {k: v for k, v in expected.items() if k in start and start[k] != v}
     assert {key: family[key] for key in expected} == expected
 
