@@ -25,6 +25,7 @@ FIGURES = {
     "update-long": {*UPDATE, "kernels"},
     "update-long-compiled": UPDATE,
     "update-stored": {*UPDATE, "kernels"},
+    "shared-prompts": {"update", "difference of gradients"},
     "head": {"log-probs", "products"},
     "kernel": {"compiled" if find_spec("triton") else "failed"},
     "fp32": RUN,
