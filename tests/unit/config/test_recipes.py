@@ -190,7 +190,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "cispo": {"algorithm.policy_loss.name": "cispo"},
 }
-"""What differs from the quickstart besides, key by key; keys that only one variant has are left out."""
+"""What else differs from the quickstart, key by key; keys of one variant alone are left out."""
 OTHERS = {
     *("quickstart", "quickstart-tools", "quickstart-images"),
     *("smollm2", "dapo-math", "gsm8k", "sft"),
