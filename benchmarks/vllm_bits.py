@@ -30,6 +30,7 @@ WIDE = (
     *("warm_start.model.head_dim=32", "trainer.save_every=1", "trainer.keep_last=null"),
     "data.max_prompt_tokens=16",  # with the response, the positions that the model has
     "observe.rollout_text_groups=1000",  # the ids of all answers
+    "algorithm.correction.mode=recompute",  # log-probs of the torch engine alone are reused
 )
 TWO = "rollout.engine.processes=2"
 SPLIT = "rollout.engine.tensor_parallel=2"
