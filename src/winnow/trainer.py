@@ -20,6 +20,7 @@ import json
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -277,7 +278,8 @@ class Trainer:
     def __iter__(self) -> Iterator[TrainerStep]:
         """Train, and yield each step; the next one begins when it is asked for.
 
-        Leaving the loop stops the run, which is saved and continues another time.
+        Leaving the loop stops the run, which is saved and continues another time; if the save fails, a
+        line on stderr says so.
         """
         from winnow.run.shutdown import EXIT_INTERRUPTED
 
@@ -303,7 +305,8 @@ class Trainer:
             if done is not None:  # the loop was left
                 stop()
                 work.next()
-                work.outcome.result()
+                if error := work.outcome.exception():  # lost if a loop's generator raised it
+                    print(f"winnow: {error}", file=sys.stderr)
         if (code := work.outcome.result()) and not is_stopped:
             raise KeyboardInterrupt if code == EXIT_INTERRUPTED else SystemExit(code)
 
@@ -347,8 +350,7 @@ class Trainer:
         console = Console(quiet=self.config.observe.console == "off")
         work = _Work(lambda work: run_evaluation(request, console, work.stop), self._objects)
         work.next()
-        report: Report = work.outcome.result()
-        return report
+        return cast("Report", work.outcome.result())
 
     def generate(
         self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], n: int = 1, **sampling: Any

@@ -205,6 +205,16 @@ def test_a_start_that_failed_is_tried_again_with_the_same_rows(here: Path) -> No
     assert again.train().metrics[-1]["step"] == 1
 
 
+def test_a_save_that_fails_as_the_loop_is_left_is_one_line(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in trainer("left", save_every=STEPS):
+        (here / "runs/left/checkpoints").touch()  # where a folder should be
+        break
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("winnow: cannot save the checkpoint runs/left/checkpoints/step-1: Not")
+
+
 def test_a_card_has_the_held_out_rows_of_the_last_evaluation(
     here: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -160,8 +160,7 @@ def make_task_rows(config: DataConfig, seed: int) -> TaskRows | None:
         return UserRows(task, config)
     if task.name not in _SEEDED_ROWS:
         return None
-    rows: TaskRows = resolve_name(_SEEDED_ROWS[task.name])(task, seed)
-    return rows
+    return cast(TaskRows, resolve_name(_SEEDED_ROWS[task.name])(task, seed))
 
 
 class PromptLoader:

@@ -290,8 +290,8 @@ class _PrefixAttention(torch.autograd.Function):
             sums.append(part_lse[0].T)
         pair = torch.stack([lse[at], torch.cat(sums)])
         lse[at] = pair.logsumexp(0)
-        of_own, of_prefix = pair.softmax(0)[..., None]
-        out[at] = (of_own * out[at] + of_prefix * torch.cat(outs)).to(out.dtype)
+        weight, prefix_weight = pair.softmax(0)[..., None]
+        out[at] = (weight * out[at] + prefix_weight * torch.cat(outs)).to(out.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = layout, scale, window
         return out

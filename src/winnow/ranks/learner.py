@@ -268,8 +268,8 @@ def old_source(config: Config) -> OldSource:
 
 
 def _rate(optim: OptimConfig, steps: int) -> Any:
-    course = optim.model_dump(include={"lr", "schedule", "final_lr_ratio"})
-    return partial(lr_at, total_steps=steps, warmup_steps=min(optim.warmup_steps, steps), **course)
+    options = optim.model_dump(include={"lr", "schedule", "final_lr_ratio"})
+    return partial(lr_at, total_steps=steps, warmup_steps=min(optim.warmup_steps, steps), **options)
 
 
 def load_role(

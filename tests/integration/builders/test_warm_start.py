@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.builders import warm_start
 from winnow.builders.warm_start import make_warm_start, warm_start_folder
+from winnow.checkpoints.opening import pin_microbatch_tokens
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.observe.console import ConsoleSink, make_console
@@ -76,6 +77,8 @@ def test_what_decides_the_start_decides_its_place(
     plain = warm_start_folder(config_of(tmp_path))
     for same in ("optim.lr=1e-5", "data.task.eval_problems=7"):
         assert warm_start_folder(config_of(tmp_path, same)) == plain
+    default = config_of(tmp_path, "trainer.microbatch_tokens=null")  # as a run, which pins it
+    assert warm_start_folder(default) == warm_start_folder(pin_microbatch_tokens(default))
     others = (
         *("seed=1", "warm_start.lr=1e-3", "warm_start.demonstrations.step_error=0.5"),
         *("rollout.max_response_tokens=100", "data.task.max_digits=7"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from winnow.models import packed_attention as packed
-from winnow.models.packed_attention import PackedLayout
+from winnow.models.packed_attention import PackedLayout, copy_tokens
 
 CPU = torch.device("cpu")
 
@@ -251,6 +251,15 @@ def test_variable_length_attention_gets_copies_of_a_prefix(
     torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
     mine, theirs = (torch.autograd.grad(x, (q, k, v), grad) for x in (found, wanted))
     torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
+
+
+@pytest.mark.gpu
+def test_gradients_of_copies_on_cuda_are_summed_in_fp32() -> None:
+    device = torch.device("cuda")
+    state = torch.ones(1, 2, dtype=torch.bfloat16, device=device, requires_grad=True)
+    copy_tokens(state, torch.zeros(1000, dtype=torch.int64, device=device)).sum().backward()
+    assert state.grad is not None
+    assert state.grad.tolist() == [[1000.0, 1000.0]]  # sums in bf16 stop at 256
 
 
 @pytest.mark.gpu
