@@ -278,8 +278,8 @@ class Trainer:
     def __iter__(self) -> Iterator[TrainerStep]:
         """Train, and yield each step; the next one begins when it is asked for.
 
-        Leaving the loop stops the run, which is saved and continues another time; if the save fails, a
-        line on stderr says so.
+        Leaving the loop stops the run, which is saved and continues another time; if the save
+        fails, a line on stderr says so.
         """
         from winnow.run.shutdown import EXIT_INTERRUPTED
 

@@ -199,9 +199,12 @@ class Repeat:
 
 def test_a_start_that_failed_is_tried_again_with_the_same_rows(here: Path) -> None:
     again = trainer("again", model="later", steps=1)
+    (here / "later").mkdir()
+    (here / "later/config.json").write_bytes((here / "model/config.json").read_bytes())
     with pytest.raises(WinnowError, match="later"):
         again.train()
-    (here / "later").symlink_to("model")
+    for file in (here / "model").iterdir():
+        (here / "later" / file.name).write_bytes(file.read_bytes())
     assert again.train().metrics[-1]["step"] == 1
 
 
@@ -352,31 +355,37 @@ try:
 except KeyboardInterrupt:
     sys.exit("interrupted")
 """
-TWICE = """
+INTERRUPTING = """
 import os, signal, time
-from tests.e2e.test_trainer import even, trainer
-from winnow.errors import WinnowError
 
-interrupts = 2
-
-def reward(solution_str, ground_truth):
-    global interrupts
-    while interrupts:
-        interrupts -= 1
+def estimate(inputs):
+    for _ in range(2 * ("ARMED" in os.environ)):  # not in the check before the run
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.3)
+    os.environ.pop("ARMED", None)
+    return inputs.rewards - inputs.rewards.mean()
+"""
+TWICE = """
+import os, time
+from tests.e2e.test_trainer import OTHERS, even, trainer
+from winnow.errors import WinnowError
+
+words = [*OTHERS, "algorithm/advantage=custom", "algorithm.advantage.path=interrupting.py:estimate"]
+
+def reward(solution_str, ground_truth):
+    os.environ |= {} if os.environ.get("WAS_ARMED") else {"ARMED": "1", "WAS_ARMED": "1"}
     return even(solution_str, ground_truth)
 
 try:
-    trainer("twice", reward).train()
+    trainer("twice", reward, overrides=words).train()
 except KeyboardInterrupt:
     print("interrupted")
 for _ in range(600):
     try:
-        assert trainer("twice", reward).train().metrics[-1]["step"] == 3
+        assert trainer("twice", reward, overrides=words).train().metrics[-1]["step"] == 3
         break
     except WinnowError as error:  # until the first has ended
-        assert "in use" in str(error)
+        assert "in use" in str(error), error
         time.sleep(0.1)
 else:
     raise SystemExit("the run is still in use")
@@ -384,6 +393,7 @@ else:
 
 
 def test_a_second_ctrl_c_lets_go_of_the_run(here: Path, server: Server) -> None:
+    (here / "interrupting.py").write_text(INTERRUPTING)
     assert "interrupted" in python(server, TWICE, here).check().out
 
 
