@@ -87,11 +87,14 @@ def update(bench: Bench, tokens: int, variant: str = "") -> None:
     """Time updates and passes of old log-probs, of one sample and of eight, and their kernels.
 
     Args:
-        variant: `compiled` blocks, or activations `stored` instead of computed again.
+        variant: `compiled` blocks, or activations `stored` instead of computed again, or those of
+            `attention` alone.
     """
     tokens, model = bench.pick(tokens, 128), bench.model()
     compiles, recomputes = variant == "compiled", variant != "stored"
     options: Any = {"compiles": compiles, "gradient_checkpointing": recomputes}
+    if variant == "attention":
+        options["recompute_attention"] = False
     strategy = Strategy(model, vocab_size=bench.ids, **options)
     objective = PolicyObjective(POLICY_LOSSES["ppo_clip"], CLIP, "token-mean")
     passes = StepFlop(
