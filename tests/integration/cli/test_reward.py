@@ -164,11 +164,11 @@ def test_settings_of_a_run_hold(file: str, own: Path, tmp_path: Path) -> None:
 
 def test_parts_beside_the_rules_are_shown() -> None:
     words = ["--truth", "1", "--scorer", "gsm8k", "--answer", "#### 1", "--recipe", "quickstart"]
-    # 128 tokens at most: from 80 on the penalty falls to -1.
-    said = as_json(*words, "--tokens", "104")
+    # 64 tokens at most: from 44 on the penalty falls to -1.
+    said = as_json(*words, "--tokens", "54")
     assert (said["reward"], said["accuracy"]) == (0.5, 1)
     assert said["parts"] == {"task": 1, "overlong": -0.5}
-    assert shown(*words, "--tokens", "128")["part overlong"] == "-1"
+    assert shown(*words, "--tokens", "64")["part overlong"] == "-1"
     result = ask(*words)
     assert str(result.exception).startswith(
         "reward.overlong.enabled=true needs the answer's length"

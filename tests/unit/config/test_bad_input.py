@@ -95,16 +95,16 @@ def test_a_contradiction_names_both_fields_and_the_way_out(
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["optim.warmup_steps=28"], []),
+        (["optim.warmup_steps=20"], []),
         (["trainer.steps=2"], ["optim.warmup_steps=5 is more than trainer.steps=2: the learning"]),
         (["warm_start.steps=9"], ["warm_start.warmup_steps=50 is more than warm_start.steps=9"]),
-        (["critic.warmup_steps=28", "critic.optim.warmup_steps=29"], []),
+        (["critic.warmup_steps=20", "critic.optim.warmup_steps=21"], []),
         (
-            ["algorithm/advantage=gae", "critic.warmup_steps=28", "critic.optim.warmup_steps=29"],
+            ["algorithm/advantage=gae", "critic.warmup_steps=20", "critic.optim.warmup_steps=21"],
             [
-                "critic.warmup_steps=28 leaves none of trainer.steps=28 for the policy: the first "
-                "27 train the critic only",
-                "critic.optim.warmup_steps=29 is more than trainer.steps=28",
+                "critic.warmup_steps=20 leaves none of trainer.steps=20 for the policy: the first "
+                "19 train the critic only",
+                "critic.optim.warmup_steps=21 is more than trainer.steps=20",
             ],
         ),
     ],

@@ -152,6 +152,8 @@ UNFILTERED = {
 """GRPO against DAPO."""
 TASK = {
     "data.task.max_digits": 8,
+    "rollout.max_response_tokens": 128,
+    "reward.overlong.buffer_tokens": 48,
     "warm_start.demonstrations.guess_share": 0.5,
     "warm_start.demonstrations.working_share": 0.25,
     "warm_start.steps": 1000,
