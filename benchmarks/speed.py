@@ -48,9 +48,11 @@ WARM_UP_STEPS = 2
 class Quickstart:
     """The quickstart's loop from its cached warm start, without anything that writes."""
 
-    def __init__(self, scratch: str, overrides: Sequence[str] = ()) -> None:
+    def __init__(
+        self, scratch: str, overrides: Sequence[str] = (), recipe: str = "quickstart"
+    ) -> None:
         given = ["run.threads=1", f"run.dir={scratch}", *overrides]
-        config = load_recipe("quickstart", given)
+        config = load_recipe(recipe, given)
         path = config.model.path
         if path is None:
             path = str(make_warm_start(config, False, make_console("off", Console())))

@@ -1,14 +1,14 @@
 """CPU seconds of a step here and in TRL's GRPOTrainer, from one start, side by side.
 
     pip install trl        # beside winnow, in an environment of its own
-    OMP_NUM_THREADS=1 python benchmarks/trl_step.py [--steps 8] [--rounds 2]
-    OMP_NUM_THREADS=1 python benchmarks/trl_step.py --smollm2 FOLDER [--steps 3] [--rounds 1]
+    OMP_NUM_THREADS=1 python benchmarks/trl_step.py [--of quickstart] [--steps 8] [--rounds 2]
+    OMP_NUM_THREADS=1 python benchmarks/trl_step.py --of FOLDER [--steps 3] [--rounds 1]
 
-Both start from the quickstart's warm start and do the quickstart's step without dynamic sampling:
-64 prompts x 8 answers of at most 128 tokens at temperature 1, rewards by the same scorer, clipping
-at 0.2 and 0.28, token-level loss without a reference, four updates of 128 answers, learning rate
-8e-4, one thread. TRL pads a micro-batch's answers to the longest; it is measured with the four
-updates' 128 answers whole and in micro-batches of 32. With --smollm2 the start is that folder of
+Both start from the warm start of the quickstart (or of the recipe dapo) and do its step without
+dynamic sampling: 64 prompts x 8 answers of at most 64 (128) tokens at temperature 1, rewards by the
+same scorer, clipping at 0.2 and 0.28, token-level loss without a reference, four updates of 128
+answers, one thread. TRL pads a micro-batch's answers to the longest; it is measured with the four
+updates' 128 answers whole and in micro-batches of 32. With --of FOLDER the start is that folder of
 SmolLM2-135M-Instruct, and a step has 8 questions (sums of two digits, rendered by its chat
 template) x 8 answers of at most 32 tokens, two updates of 32 answers, learning rate 2e-5, at most
 1,024 packed tokens or 8 answers of TRL at once. A step is what a process of its own needs for it in
@@ -54,7 +54,7 @@ class Setup:
     prompts: int = 64
     answers: int = 8
     updates: int = 4
-    tokens: int = 128
+    tokens: int = 64
     lr: float = 8e-4
     micro_batch: int = 128
     """Answers that TRL runs at once."""
@@ -63,11 +63,12 @@ class Setup:
 
 
 SMOLLM2 = Setup(score_gsm8k_flexible, 8, 8, 2, 32, 2e-5, 8, 1)
+RECIPES = {"quickstart": Setup(), "dapo": Setup(tokens=128, lr=4e-4)}
 
 
-def quickstart_rows(count: int, seed: int = 1) -> list[dict[str, str]]:
-    """Return the quickstart's first training problems, with their answers."""
-    task = load_recipe("quickstart", []).data.task
+def quickstart_rows(count: int, seed: int = 1, recipe: str = "quickstart") -> list[dict[str, str]]:
+    """Return the first training problems of the quickstart, or of dapo, with their answers."""
+    task = load_recipe(recipe, []).data.task
     assert isinstance(task, SortDigitsTask)
     stream = SortDigitsRows(task, seed)
     problems = [next(stream.candidates(i)).text[:-1] for i in range(count)]
@@ -150,19 +151,19 @@ def trl_trainer(
     )
 
 
-def trl_step(steps: int, scratch: str, smollm2: str | None, micro_batch: int | None) -> float:
+def trl_step(steps: int, scratch: str, of: str, micro_batch: int | None) -> float:
     """Return the CPU seconds of a step of TRL's trainer."""
     from transformers import AutoTokenizer, TrainerCallback
 
-    setup = Setup() if smollm2 is None else SMOLLM2
+    setup = RECIPES.get(of, SMOLLM2)
     if micro_batch is not None:
         setup = replace(setup, micro_batch=micro_batch)
-    if smollm2 is None:
-        config = load_recipe("quickstart", ["run.threads=1", f"run.dir={scratch}"])
+    if of in RECIPES:
+        config = load_recipe(of, ["run.threads=1", f"run.dir={scratch}"])
         start = str(make_warm_start(config, False, make_console("off", Console())))
-        rows = quickstart_rows(setup.prompts * steps, config.run.seed)
+        rows = quickstart_rows(setup.prompts * steps, config.run.seed, of)
     else:
-        start, render = smollm2, AutoTokenizer.from_pretrained(smollm2).apply_chat_template
+        start, render = of, AutoTokenizer.from_pretrained(of).apply_chat_template
         for row in (rows := sums(setup.prompts * steps)):
             messages = [{"role": "user", "content": row["prompt"]}]
             row["prompt"] = render(messages, tokenize=False, add_generation_prompt=True)
@@ -198,22 +199,23 @@ def smollm2_settings(folder: str, scratch: str) -> list[str]:
     ]
 
 
-def winnow_step(steps: int, scratch: str, smollm2: str | None, *overrides: str) -> float:
+def winnow_step(steps: int, scratch: str, of: str, *overrides: str) -> float:
     """Return the CPU seconds of a step here."""
-    if smollm2 is not None:
-        overrides = (*smollm2_settings(smollm2, scratch), *overrides)
-    warm_up = (Setup() if smollm2 is None else SMOLLM2).warm_up
-    return float(asyncio.run(measure(steps, Quickstart(scratch, overrides), warm_up))["step"])
+    setup, recipe = RECIPES.get(of, SMOLLM2), of
+    if of not in RECIPES:
+        recipe, overrides = "quickstart", (*smollm2_settings(of, scratch), *overrides)
+    bench = Quickstart(scratch, overrides, recipe)
+    return float(asyncio.run(measure(steps, bench, setup.warm_up))["step"])
 
 
-SIDES: dict[str, Callable[[int, str, str | None], float]] = {
-    "winnow": lambda steps, scratch, model: winnow_step(steps, scratch, model, *WITHOUT_SAMPLING),
+SIDES: dict[str, Callable[[int, str, str], float]] = {
+    "winnow": lambda steps, scratch, of: winnow_step(steps, scratch, of, *WITHOUT_SAMPLING),
     "winnow, with dynamic sampling": winnow_step,
-    "winnow, with a pass for old log-probs": lambda steps, scratch, model: winnow_step(
-        steps, scratch, model, *WITHOUT_SAMPLING, "algorithm.correction.mode=recompute"
+    "winnow, with a pass for old log-probs": lambda steps, scratch, of: winnow_step(
+        steps, scratch, of, *WITHOUT_SAMPLING, "algorithm.correction.mode=recompute"
     ),
-    "TRL, updates whole": lambda steps, scratch, model: trl_step(steps, scratch, model, None),
-    "TRL, micro-batches of 32": lambda steps, scratch, model: trl_step(steps, scratch, model, 32),
+    "TRL, updates whole": lambda steps, scratch, of: trl_step(steps, scratch, of, None),
+    "TRL, micro-batches of 32": lambda steps, scratch, of: trl_step(steps, scratch, of, 32),
 }
 OF_SMOLLM2 = "winnow", "winnow, with a pass for old log-probs", "TRL, updates whole"
 
@@ -223,21 +225,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--smollm2", metavar="FOLDER", help="Measure a step of this model.")
+    parser.add_argument(
+        "--of", default="quickstart", help="quickstart, dapo, or the model's folder"
+    )
     parser.add_argument("--sides", nargs="+", choices=SIDES, help="Measure these only.")
     parser.add_argument("--side", choices=SIDES, help="Measure this one here, print JSON.")
     args = parser.parse_args()
     if args.side:
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as scratch:
-            print(json.dumps(SIDES[args.side](args.steps, scratch, args.smollm2)))
+            print(json.dumps(SIDES[args.side](args.steps, scratch, args.of)))
         return
-    sides = args.sides or (OF_SMOLLM2 if args.smollm2 else SIDES)
+    sides = args.sides or (SIDES if args.of in RECIPES else OF_SMOLLM2)
     found: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(args.rounds):
         for side, seconds in found.items():
             command = [sys.executable, __file__, "--side", side, "--steps", str(args.steps)]
-            command += ["--smollm2", args.smollm2] if args.smollm2 else []
+            command += ["--of", args.of]
             path = {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
             made = subprocess.run(
                 command, env={**os.environ, **path}, check=True, stdout=subprocess.PIPE
