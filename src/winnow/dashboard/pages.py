@@ -426,7 +426,7 @@ class Pages:
         """Return the pages of some runs.
 
         Raises:
-            GoneError: there is no such run.
+            RunNotFoundError: there is no such run.
         """
         everything = self.by_name()
         requested = list(names)
@@ -465,7 +465,7 @@ class Pages:
         """Return figures of several runs; of one that cannot be read, a line that says why.
 
         Raises:
-            GoneError: there is no such run.
+            RunNotFoundError: there is no such run.
         """
         out: dict[str, Any] = {}
         for reader in self.select(names):
@@ -481,7 +481,7 @@ class Pages:
         """List the settings in which two runs differ.
 
         Raises:
-            GoneError: there is no such run.
+            RunNotFoundError: there is no such run.
             UnreadableError: a config.yaml is damaged.
         """
         config_a, config_b = (reader.config() for reader in self.select((a, b)))
@@ -499,7 +499,7 @@ class Pages:
             `sources` is empty where there is none.
 
         Raises:
-            GoneError: there is no such run.
+            RunNotFoundError: there is no such run.
             WinnowError: a file is damaged, or they answered different problems.
         """
         readers = self.select((a, b))

@@ -152,6 +152,7 @@ UNFILTERED = {
 """GRPO against DAPO."""
 TASK = {
     "data.task.max_digits": 8,
+    "data.task.eval_problems": 400,
     "rollout.max_response_tokens": 128,
     "reward.overlong.buffer_tokens": 48,
     "warm_start.demonstrations.guess_share": 0.5,
