@@ -203,9 +203,9 @@ DIGITS = Plan(
 )
 SMOLLM2 = Plan(
     recipe="smollm2",
-    about="SmolLM2-135M-Instruct, dequantised from Q4_1, answers sums and products. Sources: commit "
-    "ffe05fab. Made on an H100 in fp32, but for DAPO and the run without overlong shaping of seed "
-    "3, which found no room beside the others there and were made on a CPU.",
+    about="SmolLM2-135M-Instruct, dequantised from Q4_1, answers sums and products. Sources: "
+    "commit ffe05fab. Made on an H100 in fp32, but for DAPO and the run without overlong shaping "
+    "of seed 3, which found no room beside the others there and were made on a CPU.",
     seeds=(1, 2, 3),
     steps=12,
     settings=(
