@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import shlex
+import shutil
+import sys
 import unicodedata
 
 from rich import box
@@ -92,3 +96,16 @@ def shorten(text: str, limit: int) -> str:
         return text
     head = (limit - 5) * 2 // 3
     return f"{text[:head]} ... {text[len(text) - (limit - 5 - head) :]}"
+
+
+def command_line(*words: str) -> str:
+    """Write a command of this program that works as it is pasted: with the program's path where
+    PATH leads to no `winnow` or to another one."""
+    program, on_path = sys.argv[0], shutil.which("winnow")
+    if os.path.basename(program) != "winnow" or not os.path.isfile(program):
+        # This is `python -m`, as restarted runs are, or a user's program.
+        program = os.path.join(os.path.dirname(sys.executable), "winnow")
+    if not os.path.isfile(program) or (on_path and os.path.samefile(on_path, program)):
+        return shlex.join(["winnow", *words])
+    shortest = min(program, os.path.relpath(program), key=len)
+    return shlex.join([shortest if os.sep in shortest else f"./{shortest}", *words])
