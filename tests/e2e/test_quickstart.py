@@ -186,6 +186,22 @@ def test_the_screen_shows_progress_and_at_the_end_sums_the_run_up(
     assert matplotlib.image.imread(run.folder.curve).std() > 0.01, "an empty picture"
 
 
+def test_the_first_step_says_whether_there_is_a_signal(run: Run, screen: Outcome) -> None:
+    lines, log = screen.out.splitlines(), run.folder.log.read_text()
+    first = [row for row in run.rollouts if row["step"] == 1]
+    rewards, cut_off = [row["reward"] for row in first], [r["finish_reason"] for r in first]
+    qualified = {row["group"] for row in first if row["outcome"] in ("trained", "surplus")}
+    shares = (
+        f"first step: {len(qualified)} of {len({row['group'] for row in first})} prompts have "
+        f"better and worse answers; rewards {min(rewards):.2f} to {max(rewards):.2f}; "
+        f"{100 * cut_off.count('length') / len(first):.0f} % cut off"
+    )
+    (line,) = (line for line in lines if "first step" in line)
+    assert line.startswith(shares)
+    assert lines.index(line) < next(n for n, each in enumerate(lines) if f"1/{STEPS} " in each)
+    assert line in log
+
+
 def test_evaluating_again_reproduces_the_last_evaluation(home: Path, run: Run) -> None:
     said = winnow(home, "eval", "runs/demo").check()
     again, was = run.evaluation(f"checkpoint-{STEPS}"), run.evaluation(f"step-{STEPS}")

@@ -158,8 +158,8 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             sinks = Sinks([sink, metrics, heartbeat, end, *trace, *others])
             tell, text = trace[0] if trace else no_timeline, dump_config(saved_config)
             context = RunContext(
-                config, text, policy, folder, sinks, metrics, options.stop, rewards, placed, tell,
-                begin, options.on_step,
+                config, text, policy, folder, sinks, metrics, options.stop, rewards, placed,
+                partial(_note, sink), tell, begin, options.on_step,
             )  # fmt: skip
             run = _build(context, data, sink)
             _restore(context, opened, run, sink)

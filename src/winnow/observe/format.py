@@ -90,12 +90,14 @@ def safe_line(text: str, encoding: str = "utf-8") -> str:
     return printable(re.sub(r"://[^/\s:@]*:[^/\s@]+@", "://***@", text), encoding)
 
 
-def shorten(text: str, limit: int) -> str:
-    """Cut a text in the middle where it is longer than `limit`."""
-    if len(text) <= limit:
-        return text
-    head = (limit - 5) * 2 // 3
-    return f"{text[:head]} ... {text[len(text) - (limit - 5 - head) :]}"
+def one_line(text: str, limit: int, encoding: str = "utf-8") -> str:
+    """Make a model's text a line that is safe to print, with the number of characters that are left
+    out of its middle where it is longer than `limit`."""
+    line = " ".join(printable(text, encoding).split())
+    if len(line) <= limit:
+        return line or "(nothing)"
+    head = limit * 2 // 3
+    return f"{line[:head]} ... ({len(line) - limit:,} characters) ... {line[head - limit :]}"
 
 
 def command_line(*words: str) -> str:

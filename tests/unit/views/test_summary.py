@@ -17,9 +17,9 @@ from winnow.observe.format import (
     count,
     duration,
     number,
+    one_line,
     percent,
     printable,
-    shorten,
 )
 from winnow.observe.jsonl import Evaluation, evaluations, running_total, seconds_by_phase, series
 from winnow.observe.metrics import SFT_S, START_S
@@ -188,7 +188,9 @@ def test_figures_are_short_and_gaps_are_dashes() -> None:
     assert [number(1.005, 1), number(None)] == ["1.0", "-"]
     assert [count(12345.6), count(12_345_678), count(None)] == ["12,346", "12.3 M", "-"]
     assert [duration(59.6), duration(3723), duration(None)] == ["1:00", "1:02:03", "-"]
-    assert shorten("a" * 50, 20) == "aaaaaaaaaa ... aaaaa"
+    left = "a" * 30 + " ... (1,205 characters) ... " + "b" * 15
+    assert one_line("a" * 30 + "b" * 1220, 45) == left
+    assert [one_line(" a\n\nb ", 3), one_line("\n", 9)] == ["a b", "(nothing)"]
     assert printable("5|\t\x07é", "ascii") == r"5|\t\x07\xe9"
 
 
