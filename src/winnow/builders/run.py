@@ -46,7 +46,7 @@ from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine, SamplingParams, engines_by_name
 from winnow.run.loop import BaseRun, OnStep, PendingSteps, PromptBudget, Run
 from winnow.run.shutdown import ShutdownSignal
-from winnow.run.step_metrics import Throughput, gpu_peak_tflops, signal_line
+from winnow.run.step_metrics import Throughput, example_lines, gpu_peak_tflops, signal_line
 from winnow.sampling.accounting import StepGroups
 from winnow.sampling.ledger import Ledger
 from winnow.sampling.stream import Sampler
@@ -312,7 +312,7 @@ def _make_sampler(
 def save_rollouts(
     context: RunContext, ledger: Ledger, step: int, groups: Sequence[RolloutGroup]
 ) -> None:
-    """Write the answers of a step; note the signal of the first."""
+    """Write the answers of a step; note the signal of the first, and examples."""
     observe, decode = context.config.observe, context.policy.decode
     folder = context.folder.check_exists()
     shown = choose_text_groups(groups, observe, context.config.run.seed, step)
@@ -324,6 +324,8 @@ def save_rollouts(
     is_whole = not ledger.qualified or any(each.outcome == "trained" for each in groups)
     if step == 1 and is_whole:
         context.note(signal_line(groups, command_line("rollouts", str(folder.path))))
+    for line in example_lines(step, groups, observe.examples, decode):
+        context.note(line)
 
 
 def save_ledger(folder: RunFolder, step: int, sampled: StepGroups) -> None:

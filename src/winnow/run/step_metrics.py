@@ -6,7 +6,7 @@ import math
 import re
 import resource
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -20,14 +20,14 @@ from winnow.evaluation.statistics import finite_numbers, majority_accuracy, vote
 from winnow.learning.learner import Learned
 from winnow.observe.format import one_line, percent
 from winnow.observe.gpus import GPUS
-from winnow.observe.metrics import Metrics, Number
-from winnow.observe.rollouts import RolloutGroup
+from winnow.observe.metrics import Metrics, Number, grouped
+from winnow.observe.rollouts import Decode, RolloutGroup
 from winnow.rewards.pipeline import OVERLONG, OVERLONG_REWARD, TASK
 from winnow.sampling.accounting import StepGroups
 from winnow.sampling.filters import differ
 from winnow.types import Score, Trajectory
 
-_PRED_CHARACTERS = 40
+_PRED_CHARACTERS, _EXAMPLE_CHARACTERS = 40, 600
 
 
 def record_step(metrics: Metrics, sampled: StepGroups, learned: Learned) -> None:
@@ -183,6 +183,27 @@ def signal_line(groups: Iterable[RolloutGroup], command: str) -> str:
     if has_signal:
         return f"first step: {'; '.join(parts)}"
     return f"Warning: first step: no signal: {'; '.join(parts)}; look at them with {command}"
+
+
+def example_lines(
+    step: int, groups: Iterable[RolloutGroup], count: int, decode: Decode
+) -> Iterator[str]:
+    """Yield lines with an answer to each of the step's first `count` prompts of a data source, what
+    it was compared with, and its score."""
+    answered = sorted((e.group for e in groups if e.group.answers), key=lambda group: group.id)
+    for members in grouped((group.prompt.data_source, group) for group in answered).values():
+        for group in members[:count]:
+            prompt, answer, score = group.prompt, group.answers[0], group.answers[0].score
+            parts = ", ".join(f"{name} {value + 0:g}" for name, value in score.parts.items())
+            worth = f"{score.reward:g} ({parts}), accuracy {score.accuracy:g}"
+            yield f"step {step}, {one_line(prompt.data_source, _EXAMPLE_CHARACTERS)}"
+            for title, text in (
+                ("prompt", prompt.text),
+                ("answer", decode(answer.trajectory.token_ids)),
+                ("truth", str(prompt.ground_truth)),
+                ("score", f"failed: {score.error}" if score.error else worth),
+            ):
+                yield f"  {title:<6}  {one_line(text, _EXAMPLE_CHARACTERS)}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ from winnow.run.step_metrics import (
     StepFlop,
     StepTokens,
     Throughput,
+    example_lines,
     gpu_peak_tflops,
     record_sources,
     record_step,
@@ -248,3 +249,23 @@ def test_the_line_of_the_first_step_says_whether_there_is_a_signal(
     groups: list[RolloutGroup], line: str
 ) -> None:
     assert signal_line(groups, LOOK) == line
+
+
+def test_examples_are_the_first_prompts_of_each_source_and_cannot_steer_the_terminal() -> None:
+    scored = Score(0.5, 1.0, {"task": 1.0, "overlong": -0.5})
+    groups = [
+        closed(2, "trained", scored, RIGHT),
+        closed(0, "stale"),
+        closed(3, "all_wrong", Score(0.0, 0.0, error="no\nnumber")),
+        *(closed(number, "surplus", RIGHT) for number in (4, 5)),
+    ]
+    text = "\x1b[2Jred\n" + "x" * 1000
+    lines = [*example_lines(7, groups, 1, lambda ids: text * (len(ids) == 2))]
+    answer = f"  answer  \\x1b[2Jred {'x' * 389} ... (411 characters) ... {'x' * 200}"
+    assert lines == [
+        "step 7, source 0", "  prompt  question 2", answer, "  truth   7",
+        "  score   0.5 (task 1, overlong -0.5), accuracy 1",
+        "step 7, source 1", "  prompt  question 3", answer, "  truth   7",
+        "  score   failed: no number",
+    ]  # fmt: skip
+    assert [*example_lines(7, groups, 0, lambda ids: text)] == []
