@@ -115,7 +115,7 @@ def trained(window: Watched, home: Path, server: Server) -> Trained:
     for step in (1, 2):
         driver = lab.stands_still(run, name, step)
         if step == 1:
-            told = re.search(r"Dashboard: (http://127\.0\.0\.1:\d+)/#/(\S+)", out.read_text())
+            told = re.match(r"Dashboard: (http://127\.0\.0\.1:\d+)/#/(\S+)\n", out.read_text())
             assert told, out.read_text()
             window.url, path = told.groups()
             wait_for(window.url)

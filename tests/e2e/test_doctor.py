@@ -146,7 +146,8 @@ def test_memory_that_ends_while_answers_are_written_costs_none_of_the_steps_befo
     assert "trainer.microbatch_tokens" in line
     assert [each.step for each in checkpoints_in(run.checkpoints)] == [2]
     if strategy == "single":
-        winnow(home, "resume", str(run.path)).check()
+        assert said.out.count("first step: ") == 1
+        assert "first step: " not in winnow(home, "resume", str(run.path)).check().out
         assert [r["step"] for r in read_metrics(run.metrics)] == [0, 1, 2, 3]
 
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.kill import SETTINGS
 from tests.forked import Server
 from tests.small_models import byte_level_bpe, digits_model, save
-from tests.winnow_command import in_forked_process, in_this_process, winnow
+from tests.winnow_command import WINNOW, in_forked_process, in_this_process, winnow
 
 from winnow import __version__
 from winnow.config.files import available_recipes
@@ -109,17 +109,19 @@ def test_a_package_that_is_absent_is_told_before_the_warm_up(
 
 def test_the_commands_that_a_run_prints_work_as_they_stand(home: Path) -> None:
     place = "run.dir='my runs'", "run.name=the$one"
-    out = winnow(home, "train", "quickstart", *SMALL, *place).check()
+    elsewhere = {"WINNOW_CACHE": str(home / "cache"), "PATH": "/usr/bin:/bin"}
+    command = "train", "quickstart", *SMALL, *place
+    out = in_this_process(*command, folder=home, environment=elsewhere).check()
     lines = out.out[out.out.index("Next") :].splitlines()[1:]
     found = [line.partition("  # ")[0].strip() for line in lines if line.strip()]
-    assert [command.split()[1] for command in found] == [
+    assert [shlex.split(command)[1] for command in found] == [
         *("eval", "rollouts", "doctor", "dashboard", "train", "train", "export")
     ]
     for command in found:
-        words = subprocess.run(
-            ["sh", "-c", f"winnow() {{ printf '%s\\n' \"$@\"; }}; {command}"],
-            capture_output=True, text=True, check=True,
-        ).stdout.splitlines()  # fmt: skip
+        program, *words = subprocess.run(
+            ["sh", "-c", f"printf '%s\\n' {command}"], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        assert (home / program).samefile(WINNOW), "what is pasted is the program, without PATH"
         assert words == shlex.split(command)[1:]
         if words[0] == "doctor":
             winnow(home, *words)  # which has something to say of two steps

@@ -77,7 +77,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def screen(home: Path) -> Outcome:
     """What the run printed."""
-    command = ["train", "quickstart", *SETTINGS, "run.name=demo"]
+    command = ["train", "quickstart", *SETTINGS, "run.name=demo", "observe.examples=1"]
     return in_own_process(*command, folder=home, environment={"WINNOW_CACHE": str(home / "cache")})
 
 
@@ -184,6 +184,35 @@ def test_the_screen_shows_progress_and_at_the_end_sums_the_run_up(
     ):
         assert words in closing
     assert matplotlib.image.imread(run.folder.curve).std() > 0.01, "an empty picture"
+
+
+def test_the_first_step_says_its_signal_and_each_step_shows_an_answer(
+    run: Run, screen: Outcome
+) -> None:
+    lines, log = screen.out.splitlines(), run.folder.log.read_text()
+    first = [row for row in run.rollouts if row["step"] == 1]
+    rewards, cut_off = [row["reward"] for row in first], [r["finish_reason"] for r in first]
+    qualified = {row["group"] for row in first if row["outcome"] in ("trained", "surplus")}
+    shares = (
+        f"first step: {len(qualified)} of {len({row['group'] for row in first})} prompts have "
+        f"better and worse answers; rewards {min(rewards):.2f} to {max(rewards):.2f}; "
+        f"{100 * cut_off.count('length') / len(first):.0f} % cut off"
+    )
+    (line,) = (line for line in lines if "first step" in line)
+    assert line.startswith(shares)
+    assert lines.index(line) < next(n for n, each in enumerate(lines) if f"1/{STEPS} " in each)
+    for step in range(1, STEPS + 1):
+        rows = [row for row in run.rollouts if row["step"] == step and row["answer"] == 0]
+        row = min(rows, key=lambda row: row["group"])
+        place, right = lines.index(f"step {step}, sort_digits"), f"{row['accuracy']:g}"
+        assert lines[place + 1 : place + 5] == [
+            f"  prompt  {row['prompt']}",
+            f"  answer  {row['response'] or '(nothing)'}",
+            f"  truth   {solution(row['prompt'].removesuffix(':'))}",
+            f"  score   {row['reward']:g} (task {row['part/task']:g}, overlong "
+            f"{row['part/overlong'] + 0:g}), accuracy {right}",
+        ]
+        assert all(each in log for each in (line, *lines[place : place + 5]))
 
 
 def test_evaluating_again_reproduces_the_last_evaluation(home: Path, run: Run) -> None:

@@ -109,6 +109,9 @@ def test_a_run_in_which_every_answer_is_wrong_says_so_and_stops(place: Place) ->
         said.err,
     )
     assert f"{ROWS} rows of training data" in said.out
+    (line,) = (line for line in said.out.splitlines() if "first step" in line)
+    assert line.startswith("Warning: first step: no signal: 0 of 12 prompts have better and worse")
+    assert line.endswith("winnow rollouts runs/hopeless")
     assert "held out, start: MATH-500 0.0 %" in said.out
     run = RunFolder.open(place.path / "runs" / "hopeless")
     pinned = "trainer.microbatch_tokens=1024"  # the default of the device that the run had

@@ -32,6 +32,7 @@ from winnow.errors import ConfigError
 from winnow.evaluation.evaluator import Evaluator
 from winnow.models.fetch import MODEL_CACHE
 from winnow.observe.files import RunFolder
+from winnow.observe.format import command_line
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.ledger import write_ledger
 from winnow.observe.metrics import Timeline, no_timeline
@@ -45,7 +46,7 @@ from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine, SamplingParams, engines_by_name
 from winnow.run.loop import BaseRun, OnStep, PendingSteps, PromptBudget, Run
 from winnow.run.shutdown import ShutdownSignal
-from winnow.run.step_metrics import Throughput, gpu_peak_tflops
+from winnow.run.step_metrics import Throughput, example_lines, gpu_peak_tflops, signal_line
 from winnow.sampling.accounting import StepGroups
 from winnow.sampling.ledger import Ledger
 from winnow.sampling.stream import Sampler
@@ -168,6 +169,8 @@ class RunContext:
     stop: ShutdownSignal
     rewards: Rewards
     placed: RunModels
+    note: Callable[[str], None]
+    """Takes a line for the terminal and the log."""
     timeline: Timeline = no_timeline
     first_messages: FirstMessages | None = None
     """As `PromptRenderer` takes it."""
@@ -221,19 +224,12 @@ def build_run(
     ]
     base = make_base_run(context, evaluator, loader, parts)
 
-    write = partial(write_rollouts, decode=policy.decode, image_mib=config.observe.image_mib)
-
-    def save_rollouts(step: int, groups: Sequence[RolloutGroup]) -> None:
-        file = folder.check_exists().rollout_file(step)
-        shown = choose_text_groups(groups, config.observe, seed, step)
-        write(file, step, groups, version=step - 1, text_groups=shown)
-
     return Run(
         **vars(replace(base, notes=tuple(notes))),
         sampler=sampler,
         sleep_engines=placed.publish.sleep_engines,
         throughput=Throughput(placed.passes, policy.device, peak, placed.devices),
-        save_rollouts=save_rollouts,
+        save_rollouts=partial(save_rollouts, context, sampler.ledger),
         save_ledger=partial(save_ledger, folder),
         check_scoring=rewards.end_step,
         scoring_figures=lambda: {**scores.figures(), **rewards.figures(), **replies()},
@@ -311,6 +307,25 @@ def _make_sampler(
         look_ticks=getattr(engine, "quantum_ticks", 1),  # of an `EngineGroup`
         on_progress=on_progress,
     )
+
+
+def save_rollouts(
+    context: RunContext, ledger: Ledger, step: int, groups: Sequence[RolloutGroup]
+) -> None:
+    """Write the answers of a step; note the signal of the first, and examples."""
+    observe, decode = context.config.observe, context.policy.decode
+    folder = context.folder.check_exists()
+    shown = choose_text_groups(groups, observe, context.config.run.seed, step)
+    write_rollouts(
+        folder.rollout_file(step), step, groups, version=step - 1, text_groups=shown,
+        decode=decode, image_mib=observe.image_mib,
+    )  # fmt: skip
+    # A step that stopped at its bound has its qualified groups in the ledger, not among these.
+    is_whole = not ledger.qualified or any(each.outcome == "trained" for each in groups)
+    if step == 1 and is_whole:
+        context.note(signal_line(groups, command_line("rollouts", str(folder.path))))
+    for line in example_lines(step, groups, observe.examples, decode):
+        context.note(line)
 
 
 def save_ledger(folder: RunFolder, step: int, sampled: StepGroups) -> None:

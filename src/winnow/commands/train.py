@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -49,7 +48,7 @@ from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.models.fetch import fetched_bytes
 from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.files import RunFolder, write_atomic
-from winnow.observe.format import duration
+from winnow.observe.format import command_line, duration
 from winnow.observe.jsonl import MetricsLog, read_metrics
 from winnow.observe.metrics import SFT_S, START_S, Record, no_timeline
 from winnow.observe.profile import profile_notes
@@ -128,6 +127,8 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
         if not is_finished:
             start = None if opened.checkpoint else config.model.path
             check_inputs_exist(config.data, config.sft, start)
+            if options.companion is not None:
+                _note(sink, stack.enter_context(options.companion(folder.path)))
         _note(sink, *warnings, *(opened.notes or introduction(config, recipe, folder)))
         if is_finished:
             if opened.checkpoint and opened.may_be_damaged:
@@ -135,8 +136,6 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             sink.print_line(_finished_note(config, folder))
             _show_results(config, recipe, folder, console)
             return 0
-        if options.companion is not None:
-            _note(sink, stack.enter_context(options.companion(folder.path)))
         path, first, figures = _resolve_models(config, opened, options.fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, driver_holds_no_weights(engine, roles))
         workers = worker_processes(config, roles, policy, first)
@@ -159,8 +158,8 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             sinks = Sinks([sink, metrics, heartbeat, end, *trace, *others])
             tell, text = trace[0] if trace else no_timeline, dump_config(saved_config)
             context = RunContext(
-                config, text, policy, folder, sinks, metrics, options.stop, rewards, placed, tell,
-                begin, options.on_step,
+                config, text, policy, folder, sinks, metrics, options.stop, rewards, placed,
+                partial(_note, sink), tell, begin, options.on_step,
             )  # fmt: skip
             run = _build(context, data, sink)
             _restore(context, opened, run, sink)
@@ -385,9 +384,8 @@ def _train(context: RunContext, run: Run | SftRun, end: MachineDeadline) -> Stop
 
 def _stopped_note(stopped: Stopped, step: int | None, folder: RunFolder) -> str:
     saved = "before the first checkpoint" if step is None else f"after step {step}, saved"
-    return (
-        f"Stopped by {stopped.reason} {saved}. Resume with: winnow resume {quote(str(folder.path))}"
-    )
+    resume = command_line("resume", str(folder.path))
+    return f"Stopped by {stopped.reason} {saved}. Resume with: {resume}"
 
 
 def run_sft(config: Config, fresh: bool, console: Console) -> Path:
@@ -460,24 +458,23 @@ def _show_results(config: Config, recipe: str, folder: RunFolder, console: Conso
 
 def next_commands(config: Config, recipe: str, folder: RunFolder) -> dict[str, str]:
     """List commands for a finished run that work offline."""
-    other, path = config.run.seed + 1, quote(str(folder.path))
-    target = quote(f"{folder.name}-model")
-    new = f"{quote(str(folder.config))} run.name={quote(f'{folder.name}-{other}')}"
+    other, path, target = config.run.seed + 1, str(folder.path), f"{folder.name}-model"
     commands = {}
     if isinstance(config.sft, Demonstrations):
-        model = quote(str(checkpoints_in(folder.checkpoints)[-1].model))
-        commands[f"winnow train RECIPE model.path={model}"] = "continue with reinforcement learning"
+        model = f"model.path={checkpoints_in(folder.checkpoints)[-1].model}"
+        commands[command_line("train", "RECIPE", model)] = "continue with reinforcement learning"
     if config.data.eval_files or not isinstance(config.data.task, NoTask):
-        commands[f"winnow eval {path}"] = "evaluate the trained model on the held-out prompts"
+        commands[command_line("eval", path)] = "evaluate the trained model on the held-out prompts"
     commands |= {
-        f"winnow rollouts {path}": "read the answers and their scores",
-        f"winnow doctor {path}": "diagnose the run",
-        f"winnow dashboard {quote(str(folder.path.parent))}": "show all of it in a browser",
+        command_line("rollouts", path): "read the answers and their scores",
+        command_line("doctor", path): "diagnose the run",
+        command_line("dashboard", str(folder.path.parent)): "show all of it in a browser",
     }
     if config.run.fork is None:
-        commands[f"winnow train {new} seed={other}"] = "repeat with another seed"
+        new = str(folder.config), f"run.name={folder.name}-{other}", f"seed={other}"
+        commands[command_line("train", *new)] = "repeat with another seed"
     return {
         **commands,
-        f"winnow train {quote(recipe)} --help-config": "list all settings",
-        f"winnow export {path} {target}": "export the model as a Hugging Face folder",
+        command_line("train", recipe, "--help-config"): "list all settings",
+        command_line("export", path, target): "export the model as a Hugging Face folder",
     }

@@ -159,6 +159,9 @@ class ObserveConfig(Section):
     console: Literal["auto", "plain", "off"] = "auto"
     """A live table on a terminal and one line a step elsewhere (auto), always lines (plain), or
     nothing (off)."""
+    examples: int = Field(0, ge=0)
+    """Prompts of each data source that are printed after a step, each with an answer, the ground
+    truth and the score; log.txt has them, too. 0 prints none."""
     rollout_text_groups: int | None = Field(None, ge=0)
     """Groups a step, and prompts an evaluation (the same in each), whose text, ids and log-probs
     are kept (seeded choice); null goes by rollout_text_tokens. Scalars are always kept, and all of

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import shlex
+import shutil
+import sys
 import unicodedata
 
 from rich import box
@@ -86,9 +90,24 @@ def safe_line(text: str, encoding: str = "utf-8") -> str:
     return printable(re.sub(r"://[^/\s:@]*:[^/\s@]+@", "://***@", text), encoding)
 
 
-def shorten(text: str, limit: int) -> str:
-    """Cut a text in the middle where it is longer than `limit`."""
-    if len(text) <= limit:
-        return text
-    head = (limit - 5) * 2 // 3
-    return f"{text[:head]} ... {text[len(text) - (limit - 5 - head) :]}"
+def one_line(text: str, limit: int, encoding: str = "utf-8") -> str:
+    """Make a model's text a line that is safe to print, with the number of characters that are left
+    out of its middle where it is longer than `limit`."""
+    line = " ".join(printable(text, encoding).split())
+    if len(line) <= limit:
+        return line or "(nothing)"
+    head = limit * 2 // 3
+    return f"{line[:head]} ... ({len(line) - limit:,} characters) ... {line[head - limit :]}"
+
+
+def command_line(*words: str) -> str:
+    """Write a command of this program that works as it is pasted: with the program's path where
+    PATH leads to no `winnow` or to another one."""
+    program, on_path = sys.argv[0], shutil.which("winnow")
+    if os.path.basename(program) != "winnow" or not os.path.isfile(program):
+        # This is `python -m`, as restarted runs are, or a user's program.
+        program = os.path.join(os.path.dirname(sys.executable), "winnow")
+    if not os.path.isfile(program) or (on_path and os.path.samefile(on_path, program)):
+        return shlex.join(["winnow", *words])
+    shortest = min(program, os.path.relpath(program), key=len)
+    return shlex.join([shortest if os.sep in shortest else f"./{shortest}", *words])

@@ -6,7 +6,7 @@ import math
 import re
 import resource
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -18,12 +18,16 @@ from numpy.typing import ArrayLike, NDArray
 from winnow.evaluation.evaluator import SCORES_CASES
 from winnow.evaluation.statistics import finite_numbers, majority_accuracy, vote_of
 from winnow.learning.learner import Learned
+from winnow.observe.format import one_line, percent
 from winnow.observe.gpus import GPUS
-from winnow.observe.metrics import Metrics, Number
-from winnow.observe.rollouts import RolloutGroup
+from winnow.observe.metrics import Metrics, Number, grouped
+from winnow.observe.rollouts import Decode, RolloutGroup
 from winnow.rewards.pipeline import OVERLONG, OVERLONG_REWARD, TASK
 from winnow.sampling.accounting import StepGroups
+from winnow.sampling.filters import differ
 from winnow.types import Score, Trajectory
+
+_PRED_CHARACTERS, _EXAMPLE_CHARACTERS = 40, 600
 
 
 def record_step(metrics: Metrics, sampled: StepGroups, learned: Learned) -> None:
@@ -145,6 +149,61 @@ def rollout_groups(sampled: StepGroups, learned: Learned) -> list[RolloutGroup]:
         groups.append(RolloutGroup(settled.group, "trained", *cells))
         first = part.stop
     return groups + [RolloutGroup(settled.group, settled.fate) for settled in sampled.discarded]
+
+
+def signal_line(groups: Iterable[RolloutGroup], command: str) -> str:
+    """Describe the signal of a run's first step, as a warning where there is none: prompts whose
+    answers differ in reward, all rewards, answers cut off, and what a scorer read from them.
+
+    Args:
+        groups: of the step, also those that the filter left out.
+        command: shows the answers.
+    """
+    scored = [each for each in groups if each.outcome != "failed" and each.group.answers]
+    answers = [answer for each in scored for answer in each.group.answers]
+    if not answers:
+        return f"Warning: first step: no signal: no answer was scored; look at it with {command}"
+    qualified = [each.group for each in scored if each.outcome not in ("all_right", "all_wrong")]
+    mixed = sum(differ([a.score.reward for a in group.answers]) for group in qualified)
+    rewards = [answer.score.reward for answer in answers]
+    # The baseline of a batch or a critic's compares answers to different prompts.
+    is_learnt = any(each.advantages is not None and each.advantages.any() for each in scored)
+    has_signal = mixed > 0 or (is_learnt and differ(rewards))
+    parts = [f"{mixed:,} of {len(scored):,} prompts have better and worse answers"]
+    if has_signal and not mixed:
+        parts = ["rewards differ between prompts"]
+    cut_off = sum(answer.trajectory.truncated for answer in answers) / len(answers)
+    parts += [f"rewards {min(rewards):.2f} to {max(rewards):.2f}", f"{percent(cut_off)} cut off"]
+    extras = [answer.score.extra for answer in answers]
+    votes = [vote_of(e["pred"]) for e in extras if "pred" in e and SCORES_CASES not in e]
+    if read := [one_line(vote, _PRED_CHARACTERS) for vote in votes if vote is not None]:
+        parts.append(f"{len(read):,} of {len(votes):,} answers could be read, such as '{read[0]}'")
+    elif votes:
+        parts.append(f"nothing could be read from {len(votes):,} answers")
+    if has_signal:
+        return f"first step: {'; '.join(parts)}"
+    return f"Warning: first step: no signal: {'; '.join(parts)}; look at them with {command}"
+
+
+def example_lines(
+    step: int, groups: Iterable[RolloutGroup], count: int, decode: Decode
+) -> Iterator[str]:
+    """Yield lines with an answer to each of the step's first `count` prompts of a data source, what
+    it was compared with, and its score."""
+    answered = sorted((e.group for e in groups if e.group.answers), key=lambda group: group.id)
+    for members in grouped((group.prompt.data_source, group) for group in answered).values():
+        for group in members[:count]:
+            prompt, answer, score = group.prompt, group.answers[0], group.answers[0].score
+            parts = ", ".join(f"{name} {value + 0:g}" for name, value in score.parts.items())
+            worth = f"{score.reward:g} ({parts}), accuracy {score.accuracy:g}"
+            yield f"step {step}, {one_line(prompt.data_source, _EXAMPLE_CHARACTERS)}"
+            for title, text in (
+                ("prompt", prompt.text),
+                ("answer", decode(answer.trajectory.token_ids)),
+                ("truth", str(prompt.ground_truth)),
+                ("score", f"failed: {score.error}" if score.error else worth),
+            ):
+                yield f"  {title:<6}  {one_line(text, _EXAMPLE_CHARACTERS)}"
 
 
 @dataclass(frozen=True, eq=False)

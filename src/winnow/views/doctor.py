@@ -14,6 +14,7 @@ from typing import Any
 
 from winnow.errors import WinnowError
 from winnow.observe.files import RunFolder, write_atomic
+from winnow.observe.format import command_line
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.metrics import Record, grouped
 from winnow.observe.rollouts import list_step_files, read_rollouts
@@ -55,7 +56,7 @@ class LiveDiagnosis(Sink):
         for finding in self._add(step, record):
             self._warn(
                 f"Warning: step {step}: {finding.name}: {finding.evidence} (likely {finding.cause};"
-                f" winnow doctor {self._folder.path})"
+                f" {command_line('doctor', str(self._folder.path))})"
             )
             self._write_findings()
 

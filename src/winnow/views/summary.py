@@ -19,9 +19,9 @@ from winnow.observe.format import (
     duration,
     figure_table,
     number,
+    one_line,
     percent,
     printable,
-    shorten,
     spaced,
 )
 from winnow.observe.jsonl import Evaluation, evaluations, seconds_by_phase, tokens_by_use
@@ -174,7 +174,8 @@ def _accuracy_table(source: str, before: Evaluation | None, after: Evaluation | 
 
 
 def _sample_table(sample: Sample, encoding: str) -> Padding:
-    table = figure_table(title="A held-out problem: " + _one_line(sample.question, encoding))
+    title = one_line(sample.question, _ANSWER_CHARACTERS, encoding)
+    table = figure_table(title=f"A held-out problem: {title}")
     is_conversation = any(author for author, _ in (*sample.before, *sample.after))
     for _ in range(2 + is_conversation):
         table.add_column(no_wrap=True, overflow="crop")
@@ -187,14 +188,10 @@ def _sample_table(sample: Sample, encoding: str) -> Padding:
         first: tuple[RenderableType, ...] = (when, verdict)
         for author, text in turns:
             authors = (Text(author, style="dim"),) if is_conversation else ()
-            table.add_row(*first, *authors, Text(_one_line(text, encoding)))
+            shown = one_line(text, _ANSWER_CHARACTERS, encoding)
+            table.add_row(*first, *authors, Text(shown))
             first = ("", "")
     return spaced(table)
-
-
-def _one_line(text: str, encoding: str) -> str:
-    line = " ".join(printable(text, encoding).split())
-    return shorten(line, _ANSWER_CHARACTERS) or "(nothing)"
 
 
 def _share_table(

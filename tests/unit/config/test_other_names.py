@@ -85,6 +85,7 @@ def test_every_answer_names_a_key_and_a_variant_that_exist_or_says_why_there_is_
         ("+actor_rollout_ref.model.override_config.embd_pdrop=0.", "not in Winnow yet: changes"),
         ("actor_rollout_ref.model.lora.type=lora", "not in Winnow yet: further options"),
         ("actor_rollout_ref.rollout.no_such_key=1", "no counterpart in docs/coming_from.md"),
+        ("num_examine=1", "verl's name for observe.examples"),
         ("temperature=1", "TRL and OpenRLHF's name for rollout.temperature"),
         ("algorithm.filter_groups.max_num_gen_batches=10", "times data.gen_batch_size"),
         ("algorithm.filter_groups.max_num_gen_batches=0", "endless there, cannot be said"),

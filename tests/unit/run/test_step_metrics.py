@@ -14,17 +14,20 @@ from transformers import DeepseekV3Config, Gemma3TextConfig, MistralConfig, Qwen
 
 from winnow.learning.learner import Learned
 from winnow.observe.metrics import Metrics
+from winnow.observe.rollouts import RolloutGroup
 from winnow.run.step_metrics import (
     AttentionFlop,
     StepFlop,
     StepTokens,
     Throughput,
+    example_lines,
     gpu_peak_tflops,
     record_sources,
     record_step,
+    signal_line,
 )
 from winnow.sampling.accounting import StepAccounting, StepGroups
-from winnow.types import Answer, Group, Prompt, Score, Segment, SettledGroup, Trajectory
+from winnow.types import Answer, Fate, Group, Prompt, Score, Segment, SettledGroup, Trajectory
 
 ANSWER = Trajectory((Segment(np.array([4, 5]), np.zeros(2, np.float32), ()),), "stop")
 
@@ -178,3 +181,91 @@ def test_a_step_that_carried_groups_fill_has_no_figure_of_what_was_looked_at() -
     assert not {"sampling/accuracy", "sampling/keep_rate"} & {*figures}
     assert figures["score/accuracy/mean"] == 0.5
     assert figures["sampling/staleness/mean"] == 0
+
+
+# What is printed of a step's answers
+
+CUT_OFF = Trajectory(ANSWER.segments, "length")
+LOOK = "winnow rollouts runs/a"
+
+
+def closed(
+    number: int, fate: Fate, *scores: Score, path: Trajectory = ANSWER, advantage: float = 0.0
+) -> RolloutGroup:
+    """A group whose answers have these scores; the advantage is that of all."""
+    prompt = Prompt(str(number), np.array([1]), f"question {number}", f"source {number % 2}", 7)
+    group = Group(number, prompt, tuple(Answer(path, score) for score in scores))
+    return RolloutGroup(group, fate, np.full(len(scores), advantage, np.float32))
+
+
+def worth(reward: float, pred: str | None = None, **more: object) -> Score:
+    return Score(reward, 0.0, extra={**more, **({} if pred is None else {"pred": pred})})
+
+
+RIGHT, WRONG, LATE = worth(1.0, "13"), worth(-1.0, ""), worth(-1.5)
+MIXED = closed(0, "trained", WRONG, RIGHT, advantage=1.0)
+
+
+@pytest.mark.parametrize(
+    ("groups", "line"),
+    [
+        (
+            [MIXED, closed(1, "surplus", WRONG, RIGHT), closed(2, "all_wrong", WRONG, LATE),
+             closed(3, "trained", LATE, LATE, path=CUT_OFF), closed(4, "failed", worth(9.0), LATE)],
+            "first step: 2 of 4 prompts have better and worse answers; rewards -1.50 to 1.00; "
+            "25 % cut off; 2 of 5 answers could be read, such as '13'",
+        ),
+        (
+            [closed(1, "trained", LATE, advantage=-0.5), closed(2, "trained", RIGHT)],
+            "first step: rewards differ between prompts; rewards -1.50 to 1.00; 0 % cut off; "
+            "1 of 1 answers could be read, such as '13'",
+        ),
+        (
+            [closed(1, "all_wrong", WRONG, LATE), closed(2, "all_right", RIGHT, RIGHT)],
+            "Warning: first step: no signal: 0 of 2 prompts have better and worse answers; rewards "
+            "-1.50 to 1.00; 0 % cut off; 2 of 3 answers could be read, such as '13'; look at them "
+            f"with {LOOK}",
+        ),
+        (
+            # A critic's advantages of equal rewards are noise.
+            [closed(1, "trained", WRONG, WRONG, path=CUT_OFF, advantage=0.5)],
+            "Warning: first step: no signal: 0 of 1 prompts have better and worse answers; rewards "
+            "-1.00 to -1.00; 100 % cut off; nothing could be read from 2 answers; look at them "
+            f"with {LOOK}",
+        ),
+        (
+            [closed(1, "trained", worth(0.0, "wrong", passed_share=0.0), worth(1.0))],
+            "first step: 1 of 1 prompts have better and worse answers; rewards 0.00 to 1.00; "
+            "0 % cut off",
+        ),
+        (
+            [closed(1, "failed", LATE), closed(2, "stale")],
+            f"Warning: first step: no signal: no answer was scored; look at it with {LOOK}",
+        ),
+    ],
+    ids=["mixed", "one answer", "filtered", "flat", "code", "failed"],
+)  # fmt: skip
+def test_the_line_of_the_first_step_says_whether_there_is_a_signal(
+    groups: list[RolloutGroup], line: str
+) -> None:
+    assert signal_line(groups, LOOK) == line
+
+
+def test_examples_are_the_first_prompts_of_each_source_and_cannot_steer_the_terminal() -> None:
+    scored = Score(0.5, 1.0, {"task": 1.0, "overlong": -0.5})
+    groups = [
+        closed(2, "trained", scored, RIGHT),
+        closed(0, "stale"),
+        closed(3, "all_wrong", Score(0.0, 0.0, error="no\nnumber")),
+        *(closed(number, "surplus", RIGHT) for number in (4, 5)),
+    ]
+    text = "\x1b[2Jred\n" + "x" * 1000
+    lines = [*example_lines(7, groups, 1, lambda ids: text * (len(ids) == 2))]
+    answer = f"  answer  \\x1b[2Jred {'x' * 389} ... (411 characters) ... {'x' * 200}"
+    assert lines == [
+        "step 7, source 0", "  prompt  question 2", answer, "  truth   7",
+        "  score   0.5 (task 1, overlong -0.5), accuracy 1",
+        "step 7, source 1", "  prompt  question 3", answer, "  truth   7",
+        "  score   failed: no number",
+    ]  # fmt: skip
+    assert [*example_lines(7, groups, 0, lambda ids: text)] == []

@@ -12,7 +12,15 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from winnow.observe.format import count, duration, number, percent, printable, shorten
+from winnow.observe.format import (
+    command_line,
+    count,
+    duration,
+    number,
+    one_line,
+    percent,
+    printable,
+)
 from winnow.observe.jsonl import Evaluation, evaluations, running_total, seconds_by_phase, series
 from winnow.observe.metrics import SFT_S, START_S
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
@@ -86,6 +94,31 @@ def test_a_command_longer_than_the_screen_stays_whole(quickstart_records: Record
     assert f"{command}  # what it does" in out.getvalue().splitlines()
 
 
+def test_a_command_names_the_program_by_its_path_unless_path_leads_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, other = tmp_path / ".venv/bin/winnow", tmp_path / "other/winnow"
+    for file in (program, other):
+        file.parent.mkdir(parents=True)
+        file.touch(0o755)
+    monkeypatch.chdir(tmp_path)
+
+    def command(typed: str, path: Path, python: Path = program) -> str:
+        monkeypatch.setattr("sys.argv", [typed])
+        monkeypatch.setattr("sys.executable", str(python.with_name("python")))
+        monkeypatch.setenv("PATH", str(path))
+        return command_line("eval", "my run")
+
+    shown = ".venv/bin/winnow eval 'my run'"
+    assert [command(".venv/bin/winnow", each) for each in (other.parent, tmp_path)] == [shown] * 2
+    assert command(str(program), tmp_path) == shown
+    assert command("notebook.py", other.parent) == shown
+    assert command(str(program), program.parent) == "winnow eval 'my run'"
+    assert command("notebook.py", tmp_path, python=tmp_path) == "winnow eval 'my run'"
+    monkeypatch.chdir(program.parent)
+    assert command("./winnow", other.parent) == "./winnow eval 'my run'"
+
+
 def test_what_a_model_wrote_cannot_steer_the_terminal(quickstart_records: Records) -> None:
     evil = replace(SAMPLE, before=[("", "\x1b[2Jgone\u202e [red]x[/red]\r\n" + "é" * 3)])
     for encoding in ("utf-8", "ascii"):
@@ -155,7 +188,9 @@ def test_figures_are_short_and_gaps_are_dashes() -> None:
     assert [number(1.005, 1), number(None)] == ["1.0", "-"]
     assert [count(12345.6), count(12_345_678), count(None)] == ["12,346", "12.3 M", "-"]
     assert [duration(59.6), duration(3723), duration(None)] == ["1:00", "1:02:03", "-"]
-    assert shorten("a" * 50, 20) == "aaaaaaaaaa ... aaaaa"
+    left = "a" * 30 + " ... (1,205 characters) ... " + "b" * 15
+    assert one_line("a" * 30 + "b" * 1220, 45) == left
+    assert [one_line(" a\n\nb ", 3), one_line("\n", 9)] == ["a b", "(nothing)"]
     assert printable("5|\t\x07é", "ascii") == r"5|\t\x07\xe9"
 
 
