@@ -90,7 +90,7 @@ def safe_line(text: str, encoding: str = "utf-8") -> str:
     return printable(re.sub(r"://[^/\s:@]*:[^/\s@]+@", "://***@", text), encoding)
 
 
-def one_line(text: str, limit: int, encoding: str = "utf-8") -> str:
+def safe_excerpt(text: str, limit: int, encoding: str = "utf-8") -> str:
     """Make a model's text a line that is safe to print, with the number of characters that are left
     out of its middle where it is longer than `limit`."""
     line = " ".join(printable(text, encoding).split())

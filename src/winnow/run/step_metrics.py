@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from winnow.evaluation.evaluator import SCORES_CASES
 from winnow.evaluation.statistics import finite_numbers, majority_accuracy, vote_of
 from winnow.learning.learner import Learned
-from winnow.observe.format import one_line, percent
+from winnow.observe.format import percent, safe_excerpt
 from winnow.observe.gpus import GPUS
 from winnow.observe.metrics import Metrics, Number, grouped
 from winnow.observe.rollouts import Decode, RolloutGroup
@@ -176,7 +176,7 @@ def signal_line(groups: Iterable[RolloutGroup], command: str) -> str:
     parts += [f"rewards {min(rewards):.2f} to {max(rewards):.2f}", f"{percent(cut_off)} cut off"]
     extras = [answer.score.extra for answer in answers]
     votes = [vote_of(e["pred"]) for e in extras if "pred" in e and SCORES_CASES not in e]
-    if read := [one_line(vote, _PRED_CHARACTERS) for vote in votes if vote is not None]:
+    if read := [safe_excerpt(vote, _PRED_CHARACTERS) for vote in votes if vote is not None]:
         parts.append(f"{len(read):,} of {len(votes):,} answers could be read, such as '{read[0]}'")
     elif votes:
         parts.append(f"nothing could be read from {len(votes):,} answers")
@@ -196,14 +196,14 @@ def example_lines(
             prompt, answer, score = group.prompt, group.answers[0], group.answers[0].score
             parts = ", ".join(f"{name} {value + 0:g}" for name, value in score.parts.items())
             worth = f"{score.reward:g} ({parts}), accuracy {score.accuracy:g}"
-            yield f"step {step}, {one_line(prompt.data_source, _EXAMPLE_CHARACTERS)}"
+            yield f"step {step}, {safe_excerpt(prompt.data_source, _EXAMPLE_CHARACTERS)}"
             for title, text in (
                 ("prompt", prompt.text),
                 ("answer", decode(answer.trajectory.token_ids)),
                 ("truth", str(prompt.ground_truth)),
                 ("score", f"failed: {score.error}" if score.error else worth),
             ):
-                yield f"  {title:<6}  {one_line(text, _EXAMPLE_CHARACTERS)}"
+                yield f"  {title:<6}  {safe_excerpt(text, _EXAMPLE_CHARACTERS)}"
 
 
 @dataclass(frozen=True, eq=False)

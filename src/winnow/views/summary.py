@@ -19,9 +19,9 @@ from winnow.observe.format import (
     duration,
     figure_table,
     number,
-    one_line,
     percent,
     printable,
+    safe_excerpt,
     spaced,
 )
 from winnow.observe.jsonl import Evaluation, evaluations, seconds_by_phase, tokens_by_use
@@ -174,7 +174,7 @@ def _accuracy_table(source: str, before: Evaluation | None, after: Evaluation | 
 
 
 def _sample_table(sample: Sample, encoding: str) -> Padding:
-    title = one_line(sample.question, _ANSWER_CHARACTERS, encoding)
+    title = safe_excerpt(sample.question, _ANSWER_CHARACTERS, encoding)
     table = figure_table(title=f"A held-out problem: {title}")
     is_conversation = any(author for author, _ in (*sample.before, *sample.after))
     for _ in range(2 + is_conversation):
@@ -188,7 +188,7 @@ def _sample_table(sample: Sample, encoding: str) -> Padding:
         first: tuple[RenderableType, ...] = (when, verdict)
         for author, text in turns:
             authors = (Text(author, style="dim"),) if is_conversation else ()
-            shown = one_line(text, _ANSWER_CHARACTERS, encoding)
+            shown = safe_excerpt(text, _ANSWER_CHARACTERS, encoding)
             table.add_row(*first, *authors, Text(shown))
             first = ("", "")
     return spaced(table)

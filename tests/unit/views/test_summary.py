@@ -17,9 +17,9 @@ from winnow.observe.format import (
     count,
     duration,
     number,
-    one_line,
     percent,
     printable,
+    safe_excerpt,
 )
 from winnow.observe.jsonl import Evaluation, evaluations, running_total, seconds_by_phase, series
 from winnow.observe.metrics import SFT_S, START_S
@@ -189,8 +189,8 @@ def test_figures_are_short_and_gaps_are_dashes() -> None:
     assert [count(12345.6), count(12_345_678), count(None)] == ["12,346", "12.3 M", "-"]
     assert [duration(59.6), duration(3723), duration(None)] == ["1:00", "1:02:03", "-"]
     left = "a" * 30 + " ... (1,205 characters) ... " + "b" * 15
-    assert one_line("a" * 30 + "b" * 1220, 45) == left
-    assert [one_line(" a\n\nb ", 3), one_line("\n", 9)] == ["a b", "(nothing)"]
+    assert safe_excerpt("a" * 30 + "b" * 1220, 45) == left
+    assert [safe_excerpt(" a\n\nb ", 3), safe_excerpt("\n", 9)] == ["a b", "(nothing)"]
     assert printable("5|\t\x07é", "ascii") == r"5|\t\x07\xe9"
 
 
