@@ -1,7 +1,7 @@
 // Runs side by side: curves, differences of settings, and the comparison of two.
 import { useMemo, useState } from 'preact/hooks'
 import { ofStep, query, useData, type Curves, type Run } from './api'
-import { axes, Chart, color, RUN_COLORS, tip, useTheme, type Option } from './chart'
+import { along, axes, Chart, color, RUN_COLORS, tip, upward, useTheme, type Option } from './chart'
 import { ago, number, type Unit } from './format'
 import { Choice, Empty, Panel, Problem, Problems } from './parts'
 import { change, link } from './route'
@@ -44,13 +44,14 @@ interface Line {
   points: [number, number, number][]
 }
 
-/** Exponential moving average that starts at the first value (its weights are normalised). */
-export function smooth(points: [number, number, number][], by: number): [number, number, number][] {
+/** Exponential moving average over about a share `by` of the points, its weights normalised from the first on. */
+function smooth(points: Line['points'], by: number): Line['points'] {
+  const decay = 1 - 1 / Math.max(by * points.length, 1)
   let sum = 0
   let weight = 0
   return points.map(([x, y, step]) => {
-    sum = by * sum + (1 - by) * y
-    weight = by * weight + (1 - by)
+    sum = decay * sum + y
+    weight = decay * weight + 1
     return [x, sum / weight, step]
   })
 }
@@ -94,6 +95,15 @@ function linesOf(spec: Spec, all: Record<string, Curves>, colors: Map<string, st
   return found
 }
 
+/** The least and the largest value of the lines between two places of the horizontal axis. */
+function rangeOf(lines: Line[], from: number, to: number): [number, number] {
+  let [low, high] = [Infinity, -Infinity]
+  for (const line of lines) {
+    for (const [x, y] of line.points) if (x >= from && x <= to) [low, high] = [Math.min(low, y), Math.max(high, y)]
+  }
+  return low > high ? [0, 1] : [low, high]
+}
+
 function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: boolean): Option {
   const series = lines.flatMap((line) => {
     const style = { color: line.color, width: 2, type: line.dashed ? 'dashed' : 'solid' }
@@ -107,9 +117,10 @@ function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: bool
     ]
   })
   const several = new Set(lines.map((each) => each.run)).size > 1
-  const option = axes({ min: 0 }, {}, X_UNITS[x], spec.unit)
+  const [min, max] = rangeOf(lines, 0, Infinity)
+  const last = lines.reduce((most, line) => Math.max(most, line.points[line.points.length - 1]?.[0] ?? 0), 0)
+  const option = axes({ min: 0, max: last || 1 }, { min, max }, X_UNITS[x], spec.unit, isLarge ? 8 : 4)
   option.series = series
-  if (x !== 'step') option.xAxis.axisLabel.showMaxLabel = false
   option.tooltip.formatter = (given: Option[]) => {
     const at = given[0]?.data?.[0] as number
     const rows = lines.flatMap((line) => {
@@ -127,7 +138,6 @@ function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: bool
     option.xAxis.nameGap = 26
     option.xAxis.nameTextStyle = { color: color('--dim'), fontSize: 12 }
     option.grid.bottom = 28
-    option.yAxis.splitNumber = 8
   }
   return option
 }
@@ -167,7 +177,7 @@ function Curve(props: {
       }
     >
       {lines.some((line) => line.points.length)
-        ? <Chart option={option} height={height} label={spec.title} />
+        ? <Chart option={option} height={height} label={spec.title} onZoom={(from, to) => ({ xAxis: along(from, to, X_UNITS[x]), yAxis: upward(...rangeOf(lines, from, to), spec.unit, 8) })} />
         : <div class="chart none" style={{ height: `${height}px` }}>{missing(spec)}</div>}
       {spec.id === 'held-out' && props.compared?.step != null && Object.entries(props.compared.sources).map(([source, each]) => (
         <div class="caption" title={props.compared!.verdict ?? ''}>
@@ -190,7 +200,7 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
   const chosen = words.getAll('runs').filter((name) => runs.some((each) => each.name === name))
   const waiting = runs.filter((each) => chosen.includes(each.name) && each.waiting)
   const x = (words.get('x') ?? 'step') as XName
-  const by = Number(words.get('smooth') ?? '0.6')
+  const by = Math.min(Number(words.get('smooth') ?? '0.05'), 0.3)
   const large = words.get('chart')
   const more = words.getAll('more')
   const colors = useMemo(
@@ -225,8 +235,8 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
           <Choice label="Horizontal axis" value={x} options={[['step', 'Steps'], ['tokens', 'Tokens'], ['time', 'Time']]} onChange={(value) => change({ x: value })} />
           <label class="field">
             Smoothing
-            <input type="range" min="0" max="0.95" step="0.05" value={by} aria-label="Smoothing" onInput={(event) => change({ smooth: event.currentTarget.value })} />
-            <output>{by.toFixed(2)}</output>
+            <input type="range" min="0" max="0.3" step="0.01" value={by} aria-label="Smoothing" title="Share of the points that an average goes over" onInput={(event) => change({ smooth: event.currentTarget.value })} />
+            <output>{Math.round(100 * by)} %</output>
           </label>
           <MoreFigures runs={chosen} more={more} />
         </div>

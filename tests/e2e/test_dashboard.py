@@ -48,6 +48,17 @@ PAGES = {"overview": ".panel canvas", "answers": ".tokens", "tokens": ".panel ca
 STEPS = 5
 WIDER = """[...document.querySelectorAll('.panel')].filter(each => each.scrollWidth >
 each.clientWidth).map(each => each.getAttribute('aria-label'))"""
+LABELS = """(() => {
+  const { fillText, clearRect } = CanvasRenderingContext2D.prototype
+  Object.assign(CanvasRenderingContext2D.prototype, {
+    clearRect(...all) { this.canvas.labels = []; return clearRect.apply(this, all) },
+    fillText(text, x, y) {
+      (this.canvas.labels ??= []).push([text, y + this.getTransform().f])
+      return fillText.call(this, text, x, y)
+    },
+  })
+})()"""
+"""Keeps the texts that a canvas shows, each with its height."""
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 
@@ -84,6 +95,7 @@ def window(browser: Browser) -> Watched:
     context.set_default_timeout(20_000)
     made = Watched(context.new_page())
     page = made.page
+    page.add_init_script(LABELS)
     page.on("pageerror", lambda error: made.faults.append(str(error)))
     page.on("request", lambda request: made.asked.add(request.url))
     page.on(
@@ -403,6 +415,36 @@ def test_two_runs_are_compared_beside_their_curves(look: Watched) -> None:
     assert "x=tokens" in page.url
     page.go_back()
     expect(page.locator(".large")).to_have_count(0)
+
+
+def test_axes_have_round_numbers_and_no_label_twice(look: Watched) -> None:
+    folder = Path(look_runs(look)) / "long"
+    shutil.copytree(folder.with_name("tiny"), folder)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(5001):
+            figures = {"accuracy": step / 5000, "tokens/trained": 7, "tokens/generated": 7}
+            record = {f"sampling/{name}": value for name, value in figures.items()}
+            record |= {"actor/entropy": 2e-5 + 1e-9 * step, "time/step_s": 72.2 + step % 3 / 10}
+            file.write(json.dumps({"step": step, **record}) + "\n")
+
+    def labels(chart: str) -> tuple[list[str], list[str]]:
+        """The labels to the left of a chart, from below, and those beneath it."""
+        canvas = page.locator(f".chart[aria-label='{chart}'] canvas")
+        canvas.wait_for()
+        drawn = canvas.evaluate("each => each.labels")
+        bottom = max(y for _, y in drawn)
+        left = sorted((-y, text) for text, y in drawn if y < bottom)
+        return [text for _, text in left], [text for text, y in drawn if y == bottom]
+
+    page = look.open("overview?runs=long")
+    thousands = ["0", *(f"{n},000" for n in range(1, 6))]
+    assert labels("Accuracy in training") == ([f"{n} %" for n in range(0, 101, 25)], thousands)
+    assert labels("Entropy")[0] == [f"{n / 10}e−5" for n in (20, 22, 24, 26)]  # noqa: RUF001
+    assert labels("Time of a step")[0] == [f"72.{n} s" for n in range(25, 41, 5)]
+    page = look.open("tokens?run=long")
+    assert labels("Tokens by use and step")[1] == [str(n) for n in range(0, 5001, 500)]
+    page.goto("about:blank")
+    shutil.rmtree(folder)
 
 
 def test_what_a_model_wrote_is_shown_as_text_wherever_it_stands(look: Watched) -> None:
