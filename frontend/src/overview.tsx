@@ -2,7 +2,7 @@
 import { useMemo, useState } from 'preact/hooks'
 import { ofStep, query, useData, type Curves, type Run } from './api'
 import { along, axes, Chart, color, RUN_COLORS, tip, upward, useTheme, type Option } from './chart'
-import { ago, number, type Unit } from './format'
+import { ago, duration, number, type Unit } from './format'
 import { Choice, Empty, Panel, Problem, Problems } from './parts'
 import { change, link } from './route'
 
@@ -275,6 +275,7 @@ function RunRow(props: { run: Run; color: string; isChosen: boolean; onToggle: (
         <input type="checkbox" checked={props.isChosen} onChange={props.onToggle} />
         <i class="dot" style={{ background: props.isChosen ? `var(${props.color})` : 'var(--line)' }} />
         <span class="name" title={run.place}>{run.name}</span>
+        {run.alarms > 0 && <a class="badge" href={link('alarms', { run: run.name })} title="Alarms: what its rules have found">{run.alarms}</a>}
       </label>
       {run.problem
         ? <p class="problem">{run.problem}</p>
@@ -285,7 +286,7 @@ function RunRow(props: { run: Run; color: string; isChosen: boolean; onToggle: (
             <dt>{heldOut == null ? 'accuracy' : 'held out'}</dt>
             <dd>{number(heldOut ?? run.accuracy, 'share')}</dd>
             <dt class={`state ${run.state}`}>{run.state === 'live' ? 'writing' : run.state === 'done' ? 'finished' : 'not writing'}</dt>
-            <dd class="dim">{run.changed_s ? ago(run.changed_s) : ''}</dd>
+            <dd class="dim">{run.left_s != null ? `${duration(run.left_s)} left` : run.changed_s ? ago(run.changed_s) : ''}</dd>
           </dl>
         )}
       {!run.problem && <a href={link('answers', { run: run.name })}>Answers</a>}

@@ -158,6 +158,7 @@ def runs(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the run, and a copy of it, some of whose texts are made to do harm."""
     folder = tmp_path_factory.mktemp("runs")
     shutil.copytree(trained.folder, folder / "tiny")
+    (folder / "tiny" / "findings.jsonl").write_text("{}\n{}\n")
     evil = folder / "evil <b>run<"
     shutil.copytree(trained.folder, evil)
     path = evil / "rollouts" / "step-2.parquet"
@@ -405,6 +406,7 @@ def test_answers_are_filtered_and_searched(look: Watched) -> None:
 def test_two_runs_are_compared_beside_their_curves(look: Watched) -> None:
     page = look.open("overview?runs=tiny")
     page.get_by_text("Choose two runs").wait_for()
+    expect(page.locator(".badge").last).to_have_text("2")
     page.get_by_label("evil").check()
     page.get_by_text("No difference: A and B did equally well").wait_for()
     page.get_by_text("95 %: +0.0 to +0.0").wait_for()
