@@ -10,7 +10,7 @@ use([BarChart, CustomChart, LineChart, DataZoomComponent, GridComponent, Tooltip
 
 // eslint-disable-next-line @typescript-eslint/no-explicit-any
 export type Option = Record<string, any>
-export const RUN_COLORS = ['--c0', '--c1', '--c2', '--c3', '--c4', '--c5', '--c6', '--c7']
+export const RUN_COLORS = Array.from({ length: 30 }, (_, n) => `--c${n}`)
 
 const probe = document.createElement('span')
 probe.hidden = true

@@ -27,6 +27,12 @@ export function duration(seconds: number): string {
   return hours ? `${hours}:${two(minutes)}:${two(rest)} h` : `${minutes}:${two(rest)} min`
 }
 
+/** A name without its middle, where it is long: runs often differ at the end. */
+export function middle(text: string, most: number): string {
+  const half = Math.floor((most - 1) / 2)
+  return text.length > most ? `${text.slice(0, half)}…${text.slice(-half)}` : text
+}
+
 const minus = (text: string) => text.replace('-', '−')
 
 export function number(value: number | null | undefined, unit: Unit = 'plain'): string {

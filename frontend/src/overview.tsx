@@ -1,10 +1,11 @@
 // Runs side by side: curves, differences of settings, and the comparison of two.
-import { useMemo, useState } from 'preact/hooks'
+import { useMemo, useRef, useState } from 'preact/hooks'
 import { ofStep, query, useData, type Curves, type Run } from './api'
 import { along, axes, Chart, color, RUN_COLORS, tip, upward, useTheme, type Option } from './chart'
-import { ago, duration, number, type Unit } from './format'
-import { Choice, Empty, Panel, Problem, Problems } from './parts'
-import { change, link } from './route'
+import { middle, number, type Unit } from './format'
+import { Choice, Empty, Legend, Panel, Problem, Problems } from './parts'
+import { change } from './route'
+import { RunsTable } from './runs'
 
 interface Spec {
   id: string
@@ -77,7 +78,7 @@ function heldOut(curves: Curves): [string, string][] {
 
 function linesOf(spec: Spec, all: Record<string, Curves>, colors: Map<string, string>, x: XName): Line[] {
   const found: Line[] = []
-  for (const [run, curves] of Object.entries(all)) {
+  for (const [run, curves] of Object.entries(all).filter(([name]) => colors.has(name))) {
     const add = (name: string, label: string, dashed: boolean, marks: boolean) =>
       found.push({
         run, name: label, dashed, marks, color: color(colors.get(run)!),
@@ -163,7 +164,7 @@ function Curve(props: {
   const [lines, option] = useMemo(() => {
     const made = linesOf(spec, all, colors, x)
     return [made, optionOf(spec, made, x, by, isLarge)]
-  }, [spec, all, x, by, isLarge, theme])
+  }, [spec, all, colors, x, by, isLarge, theme])
   const height = isLarge ? 420 : 148
   return (
     <Panel
@@ -203,10 +204,7 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
   const by = Math.min(Number(words.get('smooth') ?? '0.05'), 0.3)
   const large = words.get('chart')
   const more = words.getAll('more')
-  const colors = useMemo(
-    () => new Map(runs.map((run, n) => [run.name, RUN_COLORS[n % RUN_COLORS.length]])),
-    [runs.map((each) => each.name).join('\n')],
-  )
+  const colors = useColors(chosen)
   const url = query('series', { runs: chosen, names: [...ASKED, ...more] })
   const { data, error } = useData<Record<string, Curves>>(chosen.length ? url : null, chosen)
   const [a, b] = chosen.length === 2 ? chosen : [null, null]
@@ -216,46 +214,47 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
     ...SPECS,
     ...more.map((name): Spec => ({ id: name, title: name, unit: unitOf(name), says: '', lines: [[name]] })),
   ], [more.join('\n')])
-  const toggle = (name: string) => {
-    const next = chosen.includes(name) ? chosen.filter((each) => each !== name) : [...chosen, name]
-    change({ runs: next.length ? next : [name] }, true)
-  }
   return (
-    <div class="overview">
-      <aside>
-        <h2>Runs</h2>
-        <ul class="runs">
-          {runs.map((run) => (
-            <RunRow run={run} color={colors.get(run.name)!} isChosen={chosen.includes(run.name)} onToggle={() => toggle(run.name)} />
-          ))}
-        </ul>
-      </aside>
-      <div class="main">
-        <div class="bar">
-          <Choice label="Horizontal axis" value={x} options={[['step', 'Steps'], ['tokens', 'Tokens'], ['time', 'Time']]} onChange={(value) => change({ x: value })} />
-          <label class="field">
-            Smoothing
-            <input type="range" min="0" max="0.3" step="0.01" value={by} aria-label="Smoothing" title="Share of the points that an average goes over" onInput={(event) => change({ smooth: event.currentTarget.value })} />
-            <output>{Math.round(100 * by)} %</output>
-          </label>
-          <MoreFigures runs={chosen} more={more} />
-        </div>
-        {error && <Problem>{error}</Problem>}
-        {data && <Problems lines={Object.values(data).flatMap((each) => each.problems)} />}
-        {waiting.map((each) => <Empty>{each.waiting}</Empty>)}
-        {data && waiting.length < chosen.length && (
-          <div class="curves">
-            {specs.filter((spec) => !large || spec.id === large).map((spec) => (
-              <Curve key={spec.id} spec={spec} all={data} colors={colors} x={x} by={by} isLarge={spec.id === large} onLarge={() => change({ chart: large ? null : spec.id }, true)} compared={a && !compared.stale ? compared.data : null} />
-            ))}
-          </div>
-        )}
-        {a && b
-          ? <Pair a={a} b={b} found={compared.stale ? null : compared.data} error={compared.error} />
-          : <Empty>Choose two runs to see in which settings they differ, and whether one is better on held-out problems.</Empty>}
+    <div class="page">
+      <RunsTable runs={runs} chosen={chosen} colors={colors} words={words} onChoose={(next) => change({ runs: next.length ? next : chosen.slice(0, 1) }, true)} />
+      <div class="bar">
+        <Choice label="Horizontal axis" value={x} options={[['step', 'Steps'], ['tokens', 'Tokens'], ['time', 'Time']]} onChange={(value) => change({ x: value })} />
+        <label class="field">
+          Smoothing
+          <input type="range" min="0" max="0.3" step="0.01" value={by} aria-label="Smoothing" title="Share of the points that an average goes over" onInput={(event) => change({ smooth: event.currentTarget.value })} />
+          <output>{Math.round(100 * by)} %</output>
+        </label>
+        <MoreFigures runs={chosen} more={more} />
       </div>
+      {error && <Problem>{error}</Problem>}
+      {data && <Problems lines={Object.values(data).flatMap((each) => each.problems)} />}
+      {chosen.length > 1 && <Legend items={chosen.map((name) => ({ color: `var(${colors.get(name)})`, label: middle(name, 36) }))} />}
+      {waiting.map((each) => <Empty>{each.waiting}</Empty>)}
+      {data && waiting.length < chosen.length && (
+        <div class="curves">
+          {specs.filter((spec) => !large || spec.id === large).map((spec) => (
+            <Curve key={spec.id} spec={spec} all={data} colors={colors} x={x} by={by} isLarge={spec.id === large} onLarge={() => change({ chart: large ? null : spec.id }, true)} compared={a && !compared.stale ? compared.data : null} />
+          ))}
+        </div>
+      )}
+      {a && b
+        ? <Pair a={a} b={b} found={compared.stale ? null : compared.data} error={compared.error} />
+        : <Empty>Choose two runs to see in which settings they differ, and whether one is better on held-out problems.</Empty>}
     </div>
   )
+}
+
+/** A colour for each drawn run, which it keeps while it is drawn, whatever else comes and goes. */
+function useColors(chosen: string[]): Map<string, string> {
+  const held = useRef(new Map<string, string>())
+  return useMemo(() => {
+    const next = new Map([...held.current].filter(([name]) => chosen.includes(name)))
+    for (const name of chosen.filter((each) => !next.has(each))) {
+      const taken = new Set(next.values())
+      next.set(name, RUN_COLORS.find((each) => !taken.has(each)) ?? RUN_COLORS[next.size % RUN_COLORS.length])
+    }
+    return (held.current = next)
+  }, [chosen.join('\n')])
 }
 
 function unitOf(name: string): Unit {
@@ -264,34 +263,6 @@ function unitOf(name: string): Unit {
   if (/gib$/.test(name)) return 'gib'
   if (/tokens|length\/(response|prompt)|groups|answers/.test(name)) return 'count'
   return 'plain'
-}
-
-function RunRow(props: { run: Run; color: string; isChosen: boolean; onToggle: () => void }) {
-  const { run } = props
-  const heldOut = Object.values(run.held_out ?? {})[0]
-  return (
-    <li class={props.isChosen ? 'chosen' : ''}>
-      <label>
-        <input type="checkbox" checked={props.isChosen} onChange={props.onToggle} />
-        <i class="dot" style={{ background: props.isChosen ? `var(${props.color})` : 'var(--line)' }} />
-        <span class="name" title={run.place}>{run.name}</span>
-        {run.alarms > 0 && <a class="badge" href={link('alarms', { run: run.name })} title="Alarms: what its rules have found">{run.alarms}</a>}
-      </label>
-      {run.problem
-        ? <p class="problem">{run.problem}</p>
-        : (
-          <dl>
-            <dt>step</dt>
-            <dd>{run.step}{run.steps ? ` / ${run.steps}` : ''}</dd>
-            <dt>{heldOut == null ? 'accuracy' : 'held out'}</dt>
-            <dd>{number(heldOut ?? run.accuracy, 'share')}</dd>
-            <dt class={`state ${run.state}`}>{run.state === 'live' ? 'writing' : run.state === 'done' ? 'finished' : 'not writing'}</dt>
-            <dd class="dim">{run.left_s != null ? `${duration(run.left_s)} left` : run.changed_s ? ago(run.changed_s) : ''}</dd>
-          </dl>
-        )}
-      {!run.problem && <a href={link('answers', { run: run.name })}>Answers</a>}
-    </li>
-  )
 }
 
 function MoreFigures({ runs, more }: { runs: string[]; more: string[] }) {

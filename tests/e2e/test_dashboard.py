@@ -132,7 +132,7 @@ def trained(window: Watched, home: Path, server: Server) -> Trained:
             window.url, path = told.groups()
             wait_for(window.url)
             page = window.open(path)
-        expect(page.locator(".runs dd").first).to_have_text(re.compile(rf"^{step}\b"))
+        expect(page.locator(".runs td.step").first).to_have_text(re.compile(rf"^{step}\b"))
         go_on(driver)
     code = run.wait(60)
     page.goto("about:blank")
@@ -401,6 +401,53 @@ def test_answers_are_filtered_and_searched(look: Watched) -> None:
     page.get_by_text("with “").wait_for()
     assert prompt in rows.locator(".prompt").all_inner_texts()
     assert rows.count() < every
+
+
+def test_runs_are_searched_sorted_hidden_and_pinned_and_keep_their_colours(look: Watched) -> None:
+    folder = Path(look_runs(look))
+    names = [f"sweep-{n:02}" for n in range(12)]
+    for n, name in enumerate(names):
+        (folder / name).mkdir()
+        text = (folder / "tiny" / "config.yaml").read_text()
+        (folder / name / "config.yaml").write_text(f"{text}new: {{x: {n}}}\n")
+        shutil.copy(folder / "tiny" / "metrics.jsonl", folder / name)
+    page = look.open("overview?q=new.x=&runs=sweep-03&runs=sweep-05")
+    shown = page.locator(".runs td.name")
+    expect(shown).to_have_text(names)
+
+    def colors() -> dict[str, str]:
+        """The colours of the runs that are drawn."""
+        dots = page.locator(".runs tr.chosen .dot")
+        dots.first.wait_for()
+        return dict(dots.evaluate_all(
+            "all => all.map(each => [each.parentElement.textContent, each.style.background])"
+        ))  # fmt: skip
+
+    before = colors()
+    page.get_by_role("button", name="new.x").click()
+    page.get_by_role("button", name="new.x ↑").click()
+    expect(shown).to_have_text(names[::-1])
+    page.get_by_label("sweep-00").check()
+    expect(page.locator(".runs tr.chosen")).to_have_count(3)
+    assert colors().items() > before.items()
+    page.get_by_label("Draw all").check()
+    expect(page.locator(".legend").first.locator("span")).to_have_count(12)
+    assert colors().items() > before.items()
+    assert len(set(colors().values())) == 12
+    row = page.get_by_role("row", name="sweep-07")
+    row.get_by_label("Hide").click()
+    expect(shown).to_have_count(11)
+    page.get_by_role("row", name="sweep-02").get_by_label("Pin").click()
+    page.reload()
+    expect(shown).to_have_count(11)
+    expect(shown.first).to_have_text("sweep-02")
+    page.get_by_role("button", name="With 1 hidden").click()
+    row.get_by_label("Hide").click()
+    page.get_by_role("radio", name="Live").click()
+    expect(shown).to_have_count(0)
+    page.goto("about:blank")
+    for name in names:
+        shutil.rmtree(folder / name)
 
 
 def test_two_runs_are_compared_beside_their_curves(look: Watched) -> None:

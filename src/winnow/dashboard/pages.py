@@ -453,19 +453,29 @@ class Pages:
         """Return a row for each run, and the run to show first: a live one, else the newest.
 
         A run that cannot be read has a line that says why. Runs without metrics come last.
+        `settings` are those in which the runs differ, but for names, folders and descriptions.
         """
 
         def rank(row: Mapping[str, Any]) -> tuple[bool, bool, float]:
             return row["state"] == "live", not row["waiting"], row["changed_s"] or 0.0
 
-        rows = []
+        rows, configs = [], {}
         for name, reader in self.by_name().items():
             try:
                 with reader.files.explain_errors("a file"):
                     rows.append(reader.summary())
+                    configs[name] = reader.config()
             except UnreadableError as error:
                 rows.append({"name": name, "place": reader.files.root, "problem": str(error)})
         readable = [row for row in rows if not row["problem"]]
+        keys = dict.fromkeys(key for config in configs.values() for key in config)
+        differing = [
+            key for key in keys
+            if key not in ("run.name", "run.dir", "run.description")
+            and len({config.get(key) for config in configs.values()}) > 1
+        ]  # fmt: skip
+        for row in readable:
+            row["settings"] = {key: configs[row["name"]].get(key) for key in differing}
         return {"runs": rows, "first": max(readable, key=rank)["name"] if readable else None}
 
     def folder_stamps(self) -> dict[str, str]:

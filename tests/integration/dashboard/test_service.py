@@ -77,12 +77,16 @@ def test_a_live_run_has_a_number_of_alarms_and_the_time_left(make_run: MakeRun) 
 def test_settings_that_differ_are_listed_by_their_full_names(make_run: MakeRun) -> None:
     a, b = make_run("a"), make_run("b")
     b.config.write_text(b.config.read_text().replace("0.001", "0.002") + "new: {x: [1, 2]}\n")
-    found = get(client(a.path, b.path), "/api/difference?a=a&b=b")
+    asked = client(a.path, b.path)
+    found = get(asked, "/api/difference?a=a&b=b")
     assert found == [
         {"key": "run.name", "a": "a", "b": "b"},
         {"key": "optim.lr", "a": 0.001, "b": 0.002},
         {"key": "new.x", "a": None, "b": "[1, 2]"},
     ]
+    assert [each["settings"] for each in get(asked, "/api/runs")["runs"]] == [
+        {"optim.lr": 0.001, "new.x": None}, {"optim.lr": 0.002, "new.x": "[1, 2]"},
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
