@@ -1,7 +1,7 @@
 // One chart of Apache ECharts, in the page's colours, as large as its box.
 import { BarChart, CustomChart, LineChart } from 'echarts/charts'
 import { DataZoomComponent, GridComponent, TooltipComponent } from 'echarts/components'
-import { init, use, type ECharts } from 'echarts/core'
+import { getInstanceByDom, init, use, type ECharts } from 'echarts/core'
 import { CanvasRenderer } from 'echarts/renderers'
 import { useEffect, useRef, useState } from 'preact/hooks'
 import { spacing, tick, type Unit } from './format'
@@ -142,6 +142,40 @@ export function stepAxis(steps: number[], every: number): Option {
       formatter: (step: string) => (every > 1 ? String(multiple(Number(step)) * unit) : step),
     },
   }
+}
+
+/** Hands the reader a file that was made here. */
+export function save(name: string, content: Blob): void {
+  const made = document.createElement('a')
+  made.href = URL.createObjectURL(content)
+  made.download = name
+  made.click()
+  setTimeout(() => URL.revokeObjectURL(made.href), 10_000)
+}
+
+/** Saves the chart of a panel as a picture, with its title above and what its colours mean below. */
+export function savePicture(panel: Element, title: string, items: { color: string; label: string }[]): void {
+  const chart = getInstanceByDom(panel.querySelector<HTMLElement>('.chart')!)!.renderToCanvas({ pixelRatio: 2 })
+  const columns = Math.max(Math.floor(chart.width / 560), 1)
+  const made = document.createElement('canvas')
+  made.width = chart.width
+  made.height = chart.height + 68 + 36 * Math.ceil(items.length / columns)
+  const pen = made.getContext('2d')!
+  pen.fillStyle = color('--panel')
+  pen.fillRect(0, 0, made.width, made.height)
+  pen.drawImage(chart, 0, 56)
+  pen.fillStyle = color('--ink')
+  pen.font = '600 26px Inter'
+  pen.fillText(title, 20, 38)
+  pen.font = '22px Inter'
+  items.forEach((each, n) => {
+    const [x, y] = [20 + (n % columns) * 560, chart.height + 88 + 36 * Math.floor(n / columns)]
+    pen.fillStyle = each.color
+    pen.fillRect(x, y - 17, 18, 18)
+    pen.fillStyle = color('--dim')
+    pen.fillText(each.label, x + 28, y)
+  })
+  made.toBlob((content) => content && save(`${title}.png`, content))
 }
 
 export function Chart(props: {

@@ -1,7 +1,7 @@
 // Runs side by side: curves, differences of settings, and the comparison of two.
 import { useMemo, useRef, useState } from 'preact/hooks'
 import { ofStep, query, useData, type Curves, type Run } from './api'
-import { along, axes, Chart, color, RUN_COLORS, tip, upward, useTheme, type Option } from './chart'
+import { along, axes, Chart, color, RUN_COLORS, save, savePicture, tip, upward, useTheme, type Option } from './chart'
 import { middle, number, type Unit } from './format'
 import { Choice, Empty, Legend, Panel, Problem, Problems } from './parts'
 import { change } from './route'
@@ -143,6 +143,15 @@ function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: bool
   return option
 }
 
+/** The points of a chart as a table: CSV in which each cell that may hold a comma is quoted. */
+function csvOf(spec: Spec, lines: Line[], x: XName): Blob {
+  const quoted = (text: string) => `"${text.replace(/"/g, '""')}"`
+  const head = ['run', 'figure', 'step', ...(x === 'step' ? [] : [x === 'time' ? 'time_s' : x]), 'value'].join(',')
+  const rows = lines.flatMap((line) => line.points.map(([at, y, step]) =>
+    [quoted(line.run), quoted(line.name || spec.title), step, ...(x === 'step' ? [] : [at]), y].join(',')))
+  return new Blob([[head, ...rows].join('\r\n'), '\r\n'], { type: 'text/csv' })
+}
+
 function closest(points: [number, number, number][], x: number): [number, number, number] | null {
   let best: [number, number, number] | null = null
   for (const point of points) if (!best || Math.abs(point[0] - x) < Math.abs(best[0] - x)) best = point
@@ -166,15 +175,20 @@ function Curve(props: {
     return [made, optionOf(spec, made, x, by, isLarge)]
   }, [spec, all, colors, x, by, isLarge, theme])
   const height = isLarge ? 420 : 148
+  const legend = lines.map((line) => ({ color: line.color, label: [middle(line.run, 36), line.name].filter(Boolean).join(' · ') }))
   return (
     <Panel
       title={spec.title}
       unit={spec.says}
       class={isLarge ? 'large' : ''}
       side={
-        <button type="button" class="icon" aria-label={isLarge ? 'Smaller' : 'Larger'} onClick={props.onLarge}>
-          {isLarge ? '✕' : '⤢'}
-        </button>
+        <>
+          {isLarge && <button type="button" title="The points of this chart as a table" onClick={() => save(`${spec.title}.csv`, csvOf(spec, lines, x))}>CSV</button>}
+          {isLarge && <button type="button" title="This chart as a picture" onClick={(event) => savePicture(event.currentTarget.closest('.panel')!, spec.title, legend)}>PNG</button>}
+          <button type="button" class="icon" aria-label={isLarge ? 'Smaller' : 'Larger'} onClick={props.onLarge}>
+            {isLarge ? '✕' : '⤢'}
+          </button>
+        </>
       }
     >
       {lines.some((line) => line.points.length)

@@ -411,7 +411,7 @@ def test_runs_are_searched_sorted_hidden_and_pinned_and_keep_their_colours(look:
         text = (folder / "tiny" / "config.yaml").read_text()
         (folder / name / "config.yaml").write_text(f"{text}new: {{x: {n}}}\n")
         shutil.copy(folder / "tiny" / "metrics.jsonl", folder / name)
-    page = look.open("overview?q=new.x=&runs=sweep-03&runs=sweep-05")
+    page = look.open("overview?q=SWEEP&runs=sweep-03&runs=sweep-05")
     shown = page.locator(".runs td.name")
     expect(shown).to_have_text(names)
 
@@ -460,6 +460,15 @@ def test_two_runs_are_compared_beside_their_curves(look: Watched) -> None:
     expect(page.locator(".settings code")).to_have_text(["evil"])
     page.get_by_role("button", name="Larger").first.click()
     page.wait_for_selector(".large canvas")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="CSV").click()
+    rows = saved.value.path().read_text().splitlines()
+    evaluations = list((Path(look_runs(look)) / "tiny" / "eval").iterdir())
+    assert (rows[0], len(rows)) == ("run,figure,step,value", 1 + 2 * len(evaluations))
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="PNG").click()
+    assert saved.value.suggested_filename == "Held-out accuracy.png"
+    assert saved.value.path().read_bytes().startswith(b"\x89PNG")
     page.get_by_role("radio", name="Tokens").click()
     assert "x=tokens" in page.url
     page.go_back()
