@@ -82,7 +82,7 @@ function accountOption(curves: Curves, asShare: boolean): Option {
   const rows = curves.step.map((_, row) => row).filter((row) => used.get('trained')![row] != null)
   const at = (fate: string, row: number) => used.get(fate)![row] ?? 0
   const all = (row: number) => FATES.reduce((total, fate) => total + at(fate, row), 0)
-  const option = axes(stepAxis(rows.map((row) => curves.step[row])), { min: 0, max: asShare ? 1 : undefined, scale: false }, 'count', asShare ? 'share' : 'tokens')
+  const option = axes(stepAxis(rows.map((row) => curves.step[row]), curves.every), { min: 0, max: asShare ? 1 : rows.reduce((most, row) => Math.max(most, all(row)), 0) }, 'count', asShare ? 'share' : 'tokens')
   option.tooltip.axisPointer = { type: 'shadow', shadowStyle: { color: color('--dim', 0.12) } }
   option.series = FATES.map((fate, n) => ({
     type: 'bar', stack: 'all', barCategoryGap: rows.length > 60 ? '0%' : '18%', color: color(FATE_COLORS[n]), emphasis: { disabled: true },
@@ -102,7 +102,7 @@ function span(spread: Spread, at: number): string {
 
 function ratesOption(spread: Spread): Option {
   const totals = spread.rates.map((each) => Math.max(sum(each), 1))
-  const option = axes(stepAxis(spread.steps), { min: 0, max: 1, interval: 0.25, scale: false }, 'count', 'share')
+  const option = axes(stepAxis(spread.steps, spread.every), { min: 0, max: 1 }, 'count', 'share')
   option.tooltip.axisPointer = { type: 'shadow', shadowStyle: { color: color('--dim', 0.12) } }
   option.series = spread.rate_names.map((_, n) => ({
     type: 'bar', stack: 'all', barCategoryGap: '0%', color: color(`--rate${n}`), emphasis: { disabled: true },
@@ -118,7 +118,9 @@ function ratesOption(spread: Spread): Option {
 }
 
 function lengthsOption(spread: Spread): Option {
-  const option = axes(stepAxis(spread.steps), { min: 0, max: spread.length_edges[spread.length_edges.length - 1], scale: false, splitLine: { show: false } }, 'count', 'tokens')
+  const last = spread.length_edges[spread.length_edges.length - 1]
+  const option = axes(stepAxis(spread.steps, spread.every), { min: 0, max: last, splitLine: { show: false } }, 'count', 'tokens')
+  option.yAxis.max = last
   option.yAxis.axisLabel.showMaxLabel = false
   const cells: number[][] = []
   spread.lengths.forEach((counts, at) => {
@@ -154,8 +156,8 @@ function LengthsOfStep({ spread, words }: { spread: Spread; words: URLSearchPara
   const [first] = useState(0)
   const option = useMemo(() => {
     const edges = spread.length_edges
-    const made = axes({ type: 'category', data: edges.slice(0, -1), min: undefined, max: undefined, axisLabel: { color: color('--dim'), fontSize: 11, hideOverlap: true } }, { min: 0, scale: false }, 'count', 'share')
     const share = (row: number) => { const all = Math.max(sum(spread.lengths[row]), 1); return spread.lengths[row].map((each) => each / all) }
+    const made = axes({ type: 'category', data: edges.slice(0, -1) }, { min: 0, max: Math.max(...share(at), ...share(first)) }, 'count', 'share')
     made.tooltip.axisPointer = { type: 'shadow', shadowStyle: { color: color('--dim', 0.12) } }
     made.series = [
       { type: 'bar', data: share(at), color: color('--accent'), barGap: '-100%', barCategoryGap: '10%', emphasis: { disabled: true } },

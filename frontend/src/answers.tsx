@@ -294,8 +294,9 @@ function Follow({ run, kind, uid }: { run: string; kind: string; uid: string }) 
     return () => clearTimeout(timer)
   }, [data])
   const option = useMemo(() => {
-    const made = axes({}, { min: 0, max: 1, interval: 0.5 }, 'count', 'share')
     const rows = data?.rows ?? []
+    const steps = rows.map((row) => row.step)
+    const made = axes({ min: Math.min(...steps), max: Math.max(...steps) }, { min: 0, max: 1 }, 'count', 'share', 2)
     made.series = [{ type: 'line', data: rows.map((row) => [row.step, row.accuracy]), symbolSize: 7, color: color('--accent'), lineStyle: { width: 1.5 } }]
     made.tooltip.formatter = (given: { dataIndex: number }[]) => {
       const row = rows[given[0].dataIndex]

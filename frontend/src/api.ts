@@ -13,6 +13,13 @@ export interface Run {
   changed_s: number | null
   accuracy: number | null
   held_out: Record<string, number | null>
+  /** Findings of the rules of `winnow doctor` so far. */
+  alarms: number
+  /** Mean seconds of its last steps, and until it is done; null where that is not known. */
+  step_s: number | null
+  left_s: number | null
+  /** Those in which the runs differ. */
+  settings?: Record<string, string | number | boolean | null>
 }
 export type Values = (number | null)[]
 /** Points of figures; where a run has many steps, neighbours share one, whose step is their last. */

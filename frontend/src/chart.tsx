@@ -1,16 +1,16 @@
 // One chart of Apache ECharts, in the page's colours, as large as its box.
 import { BarChart, CustomChart, LineChart } from 'echarts/charts'
 import { DataZoomComponent, GridComponent, TooltipComponent } from 'echarts/components'
-import { init, use, type ECharts } from 'echarts/core'
+import { getInstanceByDom, init, use, type ECharts } from 'echarts/core'
 import { CanvasRenderer } from 'echarts/renderers'
 import { useEffect, useRef, useState } from 'preact/hooks'
-import { tick, type Unit } from './format'
+import { spacing, tick, type Unit } from './format'
 
 use([BarChart, CustomChart, LineChart, DataZoomComponent, GridComponent, TooltipComponent, CanvasRenderer])
 
 // eslint-disable-next-line @typescript-eslint/no-explicit-any
 export type Option = Record<string, any>
-export const RUN_COLORS = ['--c0', '--c1', '--c2', '--c3', '--c4', '--c5', '--c6', '--c7']
+export const RUN_COLORS = Array.from({ length: 30 }, (_, n) => `--c${n}`)
 
 const probe = document.createElement('span')
 probe.hidden = true
@@ -70,9 +70,33 @@ export function tip(title: string, rows: Row[]): HTMLElement {
   return box
 }
 
-export function axes(x: Option, y: Option, xUnit: Unit, yUnit: Unit): Option {
+/** Labels at the round numbers of a horizontal axis, which ends where its data does. */
+export function along(min: number, max: number, unit: Unit): Option {
+  const step = spacing(max - min, unit, 8)
+  const first = Math.ceil(min / step - 1e-9)
+  const count = Math.floor(max / step + 1e-9) - first + 1
+  const customValues = Array.from({ length: count }, (_, n) => (first + n) * step)
+  return { axisLabel: { customValues, formatter: (value: number) => tick(value, unit, step) } }
+}
+
+/** The ends and labels of a vertical axis, all at round numbers; one value alone stands over 0. */
+export function upward(min: number, max: number, unit: Unit, count: number): Option {
+  const [low, high] = max > min ? [min, max] : max ? [Math.min(max, 0), Math.max(max, 0)] : [0, 1]
+  const interval = spacing(high - low, unit, count)
+  const end = (n: number) => +(n * interval).toPrecision(12)
+  return {
+    interval,
+    min: end(Math.floor(low / interval + 1e-9)),
+    max: end(Math.ceil(high / interval - 1e-9)),
+    axisLabel: { formatter: (value: number) => tick(value, unit, interval) },
+  }
+}
+
+/** Axes over the ranges of the data, `min` to `max` of both; those with a `type` have no range. */
+export function axes(x: Option, y: Option, xUnit: Unit, yUnit: Unit, count = 4): Option {
   const label = { color: color('--dim'), fontSize: 11, fontFamily: 'Inter' }
   const line = { lineStyle: { color: color('--line') } }
+  const vertical = upward(y.min, y.max, yUnit, count)
   return {
     animation: false,
     textStyle: { fontFamily: 'Inter' },
@@ -91,38 +115,67 @@ export function axes(x: Option, y: Option, xUnit: Unit, yUnit: Unit): Option {
       axisLine: line,
       axisTick: { show: false },
       splitLine: { show: false },
-      axisLabel: { ...label, hideOverlap: true, formatter: (v: number) => tick(v, xUnit) },
-      min: 'dataMin',
-      max: 'dataMax',
       ...x,
+      axisLabel: { ...label, hideOverlap: true, ...(x.type ? x : along(x.min, x.max, xUnit)).axisLabel },
     },
     yAxis: {
       type: 'value',
-      scale: true,
-      splitNumber: 4,
       axisLine: { show: false },
       axisTick: { show: false },
       splitLine: line,
-      axisLabel: { ...label, formatter: (v: number) => tick(v, yUnit) },
       ...y,
+      ...(y.type ? {} : vertical),
+      axisLabel: { ...label, ...(y.type ? y : vertical).axisLabel },
     },
   }
 }
 
-/** A horizontal axis of steps side by side, labelled at round numbers. */
-export function stepAxis(steps: number[]): Option {
-  const span = steps.length > 1 ? steps[steps.length - 1] - steps[0] : 0
-  const stride = steps.length > 1 ? span / (steps.length - 1) : 1
-  const wish = Math.max(span / 12, 1)
-  const unit = 10 ** Math.floor(Math.log10(wish))
-  const every = [1, 2, 5, 10].map((n) => n * unit).find((n) => n >= wish) ?? 1
+/** A horizontal axis of steps side by side, `every` of them in a place, labelled at round numbers. */
+export function stepAxis(steps: number[], every: number): Option {
+  const unit = spacing(Math.max(steps[steps.length - 1] - steps[0], 1), 'count', 12)
+  const multiple = (step: number) => Math.floor(step / unit)
   return {
     type: 'category',
     data: steps,
-    min: undefined,
-    max: undefined,
-    axisLabel: { color: color('--dim'), fontSize: 11, hideOverlap: true, interval: (_: number, step: string) => Number(step) % every < stride },
+    axisLabel: {
+      interval: (n: number) => multiple(steps[n]) > multiple(n ? steps[n - 1] : steps[0] - every),
+      formatter: (step: string) => (every > 1 ? String(multiple(Number(step)) * unit) : step),
+    },
   }
+}
+
+/** Hands the reader a file that was made here. */
+export function save(name: string, content: Blob): void {
+  const made = document.createElement('a')
+  made.href = URL.createObjectURL(content)
+  made.download = name
+  made.click()
+  setTimeout(() => URL.revokeObjectURL(made.href), 10_000)
+}
+
+/** Saves the chart of a panel as a picture, with its title above and what its colours mean below. */
+export function savePicture(panel: Element, title: string, items: { color: string; label: string }[]): void {
+  const chart = getInstanceByDom(panel.querySelector<HTMLElement>('.chart')!)!.renderToCanvas({ pixelRatio: 2 })
+  const columns = Math.max(Math.floor(chart.width / 560), 1)
+  const made = document.createElement('canvas')
+  made.width = chart.width
+  made.height = chart.height + 68 + 36 * Math.ceil(items.length / columns)
+  const pen = made.getContext('2d')!
+  pen.fillStyle = color('--panel')
+  pen.fillRect(0, 0, made.width, made.height)
+  pen.drawImage(chart, 0, 56)
+  pen.fillStyle = color('--ink')
+  pen.font = '600 26px Inter'
+  pen.fillText(title, 20, 38)
+  pen.font = '22px Inter'
+  items.forEach((each, n) => {
+    const [x, y] = [20 + (n % columns) * 560, chart.height + 88 + 36 * Math.floor(n / columns)]
+    pen.fillStyle = each.color
+    pen.fillRect(x, y - 17, 18, 18)
+    pen.fillStyle = color('--dim')
+    pen.fillText(each.label, x + 28, y)
+  })
+  made.toBlob((content) => content && save(`${title}.png`, content))
 }
 
 export function Chart(props: {
@@ -130,15 +183,23 @@ export function Chart(props: {
   height: number
   label: string
   onClick?: (event: Option) => void
+  /** What changes in the option when a part of the horizontal axis is shown. */
+  onZoom?: (from: number, to: number) => Option
 }) {
   const box = useRef<HTMLDivElement>(null)
   const chart = useRef<ECharts | null>(null)
   const click = useRef(props.onClick)
   click.current = props.onClick
+  const zoom = useRef(props.onZoom)
+  zoom.current = props.onZoom
   useEffect(() => {
     const made = init(box.current!, null, { renderer: 'canvas' })
     chart.current = made
     made.on('click', (event) => click.current?.(event as Option))
+    made.on('datazoom', () => {
+      const { startValue, endValue } = (made.getOption().dataZoom as Option[])[0]
+      if (zoom.current) made.setOption(zoom.current(startValue, endValue))
+    })
     const sizes = new ResizeObserver(() => made.resize())
     sizes.observe(box.current!)
     return () => {

@@ -27,6 +27,12 @@ export function duration(seconds: number): string {
   return hours ? `${hours}:${two(minutes)}:${two(rest)} h` : `${minutes}:${two(rest)} min`
 }
 
+/** A name without its middle, where it is long: runs often differ at the end. */
+export function middle(text: string, most: number): string {
+  const half = Math.floor((most - 1) / 2)
+  return text.length > most ? `${text.slice(0, half)}…${text.slice(-half)}` : text
+}
+
 const minus = (text: string) => text.replace('-', '−')
 
 export function number(value: number | null | undefined, unit: Unit = 'plain'): string {
@@ -61,12 +67,39 @@ function plain(value: number): string {
   return size >= 100 ? value.toFixed(1) : value.toPrecision(3)
 }
 
-/** Labels of an axis: shorter than `number`, the unit stands in the title. */
-export function tick(value: number, unit: Unit): string {
-  if (unit === 'share') return `${+(100 * value).toFixed(4)} %`
-  if (unit === 'seconds') return value === 0 ? '0' : duration(value).replace('.0 s', ' s').replace(/ (min|h)$/, '')
-  if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(0)
-  return minus(Math.abs(value) < 10 ? String(+value.toPrecision(3)) : compact(+value.toPrecision(6)))
+/** Digits behind the point that multiples of a number need. */
+function decimals(step: number): number {
+  let digits = 0
+  for (let x = step; digits < 12 && Math.abs(x - Math.round(x)) > 1e-6 * x; x *= 10) digits += 1
+  return digits
+}
+
+/** Label of an axis whose labels are `step` apart: no two are the same, and the unit stands in the title. */
+export function tick(value: number, unit: Unit, step: number): string {
+  if (unit === 'share') return minus(`${(100 * value).toFixed(decimals(100 * step))} %`)
+  if (Math.abs(value) < 1e-9 * step) return '0'
+  if (unit === 'seconds') {
+    if (step < 0.01) return minus(`${(1000 * value).toFixed(decimals(1000 * step))} ms`)
+    if (step < 1 || Math.abs(value) < 60) return minus(`${value.toFixed(decimals(step))} s`)
+    return duration(value).replace(/ (min|h)$/, '')
+  }
+  const size = Math.abs(value)
+  if (size < 1e-3) return value.toExponential(decimals(step / 10 ** Math.floor(Math.log10(size)))).replace(/-/g, '−')
+  const [scale, letter] = size >= 1e9 ? [1e9, ' G'] : size >= 1e6 ? [1e6, ' M'] : size >= 1e4 ? [1e3, ' k'] : [1, '']
+  const digits = decimals(step / scale)
+  return minus(`${(value / scale).toLocaleString('en-US', { minimumFractionDigits: digits, maximumFractionDigits: digits })}${letter}`)
+}
+
+const SIXTIES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 432000, 864000]
+
+/** The round number of which a range has about `count` multiples; it divides 1 if that is a share's. */
+export function spacing(range: number, unit: Unit, count: number): number {
+  const wish = range / count
+  const sixty = unit === 'seconds' && wish > 0.5 ? SIXTIES.find((each) => each >= wish) : undefined
+  if (sixty) return sixty
+  const power = 10 ** Math.floor(Math.log10(wish))
+  const digit = (unit === 'share' ? [1, 2, 2.5, 5, 10] : [1, 2, 5, 10]).find((each) => each * power > 0.999 * wish) ?? 10
+  return unit === 'count' ? Math.max(digit * power, 1) : digit * power
 }
 
 export function ago(seconds: number): string {

@@ -1,10 +1,11 @@
 // Runs side by side: curves, differences of settings, and the comparison of two.
-import { useMemo, useState } from 'preact/hooks'
+import { useMemo, useRef, useState } from 'preact/hooks'
 import { ofStep, query, useData, type Curves, type Run } from './api'
-import { axes, Chart, color, RUN_COLORS, tip, useTheme, type Option } from './chart'
-import { ago, number, type Unit } from './format'
-import { Choice, Empty, Panel, Problem, Problems } from './parts'
-import { change, link } from './route'
+import { along, axes, Chart, color, RUN_COLORS, save, savePicture, tip, upward, useTheme, type Option } from './chart'
+import { middle, number, type Unit } from './format'
+import { Choice, Empty, Legend, Panel, Problem, Problems } from './parts'
+import { change } from './route'
+import { RunsTable } from './runs'
 
 interface Spec {
   id: string
@@ -44,13 +45,14 @@ interface Line {
   points: [number, number, number][]
 }
 
-/** Exponential moving average that starts at the first value (its weights are normalised). */
-export function smooth(points: [number, number, number][], by: number): [number, number, number][] {
+/** Exponential moving average over about a share `by` of the points, its weights normalised from the first on. */
+function smooth(points: Line['points'], by: number): Line['points'] {
+  const decay = 1 - 1 / Math.max(by * points.length, 1)
   let sum = 0
   let weight = 0
   return points.map(([x, y, step]) => {
-    sum = by * sum + (1 - by) * y
-    weight = by * weight + (1 - by)
+    sum = decay * sum + y
+    weight = decay * weight + 1
     return [x, sum / weight, step]
   })
 }
@@ -76,7 +78,7 @@ function heldOut(curves: Curves): [string, string][] {
 
 function linesOf(spec: Spec, all: Record<string, Curves>, colors: Map<string, string>, x: XName): Line[] {
   const found: Line[] = []
-  for (const [run, curves] of Object.entries(all)) {
+  for (const [run, curves] of Object.entries(all).filter(([name]) => colors.has(name))) {
     const add = (name: string, label: string, dashed: boolean, marks: boolean) =>
       found.push({
         run, name: label, dashed, marks, color: color(colors.get(run)!),
@@ -94,6 +96,15 @@ function linesOf(spec: Spec, all: Record<string, Curves>, colors: Map<string, st
   return found
 }
 
+/** The least and the largest value of the lines between two places of the horizontal axis. */
+function rangeOf(lines: Line[], from: number, to: number): [number, number] {
+  let [low, high] = [Infinity, -Infinity]
+  for (const line of lines) {
+    for (const [x, y] of line.points) if (x >= from && x <= to) [low, high] = [Math.min(low, y), Math.max(high, y)]
+  }
+  return low > high ? [0, 1] : [low, high]
+}
+
 function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: boolean): Option {
   const series = lines.flatMap((line) => {
     const style = { color: line.color, width: 2, type: line.dashed ? 'dashed' : 'solid' }
@@ -107,9 +118,10 @@ function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: bool
     ]
   })
   const several = new Set(lines.map((each) => each.run)).size > 1
-  const option = axes({ min: 0 }, {}, X_UNITS[x], spec.unit)
+  const [min, max] = rangeOf(lines, 0, Infinity)
+  const last = lines.reduce((most, line) => Math.max(most, line.points[line.points.length - 1]?.[0] ?? 0), 0)
+  const option = axes({ min: 0, max: last || 1 }, { min, max }, X_UNITS[x], spec.unit, isLarge ? 8 : 4)
   option.series = series
-  if (x !== 'step') option.xAxis.axisLabel.showMaxLabel = false
   option.tooltip.formatter = (given: Option[]) => {
     const at = given[0]?.data?.[0] as number
     const rows = lines.flatMap((line) => {
@@ -127,9 +139,17 @@ function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: bool
     option.xAxis.nameGap = 26
     option.xAxis.nameTextStyle = { color: color('--dim'), fontSize: 12 }
     option.grid.bottom = 28
-    option.yAxis.splitNumber = 8
   }
   return option
+}
+
+/** The points of a chart as a table: CSV in which each cell that may hold a comma is quoted. */
+function csvOf(spec: Spec, lines: Line[], x: XName): Blob {
+  const quoted = (text: string) => `"${text.replace(/"/g, '""')}"`
+  const head = ['run', 'figure', 'step', ...(x === 'step' ? [] : [x === 'time' ? 'time_s' : x]), 'value'].join(',')
+  const rows = lines.flatMap((line) => line.points.map(([at, y, step]) =>
+    [quoted(line.run), quoted(line.name || spec.title), step, ...(x === 'step' ? [] : [at]), y].join(',')))
+  return new Blob([[head, ...rows].join('\r\n'), '\r\n'], { type: 'text/csv' })
 }
 
 function closest(points: [number, number, number][], x: number): [number, number, number] | null {
@@ -153,21 +173,26 @@ function Curve(props: {
   const [lines, option] = useMemo(() => {
     const made = linesOf(spec, all, colors, x)
     return [made, optionOf(spec, made, x, by, isLarge)]
-  }, [spec, all, x, by, isLarge, theme])
+  }, [spec, all, colors, x, by, isLarge, theme])
   const height = isLarge ? 420 : 148
+  const legend = lines.map((line) => ({ color: line.color, label: [middle(line.run, 36), line.name].filter(Boolean).join(' · ') }))
   return (
     <Panel
       title={spec.title}
       unit={spec.says}
       class={isLarge ? 'large' : ''}
       side={
-        <button type="button" class="icon" aria-label={isLarge ? 'Smaller' : 'Larger'} onClick={props.onLarge}>
-          {isLarge ? '✕' : '⤢'}
-        </button>
+        <>
+          {isLarge && <button type="button" title="The points of this chart as a table" onClick={() => save(`${spec.title}.csv`, csvOf(spec, lines, x))}>CSV</button>}
+          {isLarge && <button type="button" title="This chart as a picture" onClick={(event) => savePicture(event.currentTarget.closest('.panel')!, spec.title, legend)}>PNG</button>}
+          <button type="button" class="icon" aria-label={isLarge ? 'Smaller' : 'Larger'} onClick={props.onLarge}>
+            {isLarge ? '✕' : '⤢'}
+          </button>
+        </>
       }
     >
       {lines.some((line) => line.points.length)
-        ? <Chart option={option} height={height} label={spec.title} />
+        ? <Chart option={option} height={height} label={spec.title} onZoom={(from, to) => ({ xAxis: along(from, to, X_UNITS[x]), yAxis: upward(...rangeOf(lines, from, to), spec.unit, 8) })} />
         : <div class="chart none" style={{ height: `${height}px` }}>{missing(spec)}</div>}
       {spec.id === 'held-out' && props.compared?.step != null && Object.entries(props.compared.sources).map(([source, each]) => (
         <div class="caption" title={props.compared!.verdict ?? ''}>
@@ -190,13 +215,10 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
   const chosen = words.getAll('runs').filter((name) => runs.some((each) => each.name === name))
   const waiting = runs.filter((each) => chosen.includes(each.name) && each.waiting)
   const x = (words.get('x') ?? 'step') as XName
-  const by = Number(words.get('smooth') ?? '0.6')
+  const by = Math.min(Number(words.get('smooth') ?? '0.05'), 0.3)
   const large = words.get('chart')
   const more = words.getAll('more')
-  const colors = useMemo(
-    () => new Map(runs.map((run, n) => [run.name, RUN_COLORS[n % RUN_COLORS.length]])),
-    [runs.map((each) => each.name).join('\n')],
-  )
+  const colors = useColors(chosen)
   const url = query('series', { runs: chosen, names: [...ASKED, ...more] })
   const { data, error } = useData<Record<string, Curves>>(chosen.length ? url : null, chosen)
   const [a, b] = chosen.length === 2 ? chosen : [null, null]
@@ -206,46 +228,47 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
     ...SPECS,
     ...more.map((name): Spec => ({ id: name, title: name, unit: unitOf(name), says: '', lines: [[name]] })),
   ], [more.join('\n')])
-  const toggle = (name: string) => {
-    const next = chosen.includes(name) ? chosen.filter((each) => each !== name) : [...chosen, name]
-    change({ runs: next.length ? next : [name] }, true)
-  }
   return (
-    <div class="overview">
-      <aside>
-        <h2>Runs</h2>
-        <ul class="runs">
-          {runs.map((run) => (
-            <RunRow run={run} color={colors.get(run.name)!} isChosen={chosen.includes(run.name)} onToggle={() => toggle(run.name)} />
-          ))}
-        </ul>
-      </aside>
-      <div class="main">
-        <div class="bar">
-          <Choice label="Horizontal axis" value={x} options={[['step', 'Steps'], ['tokens', 'Tokens'], ['time', 'Time']]} onChange={(value) => change({ x: value })} />
-          <label class="field">
-            Smoothing
-            <input type="range" min="0" max="0.95" step="0.05" value={by} aria-label="Smoothing" onInput={(event) => change({ smooth: event.currentTarget.value })} />
-            <output>{by.toFixed(2)}</output>
-          </label>
-          <MoreFigures runs={chosen} more={more} />
-        </div>
-        {error && <Problem>{error}</Problem>}
-        {data && <Problems lines={Object.values(data).flatMap((each) => each.problems)} />}
-        {waiting.map((each) => <Empty>{each.waiting}</Empty>)}
-        {data && waiting.length < chosen.length && (
-          <div class="curves">
-            {specs.filter((spec) => !large || spec.id === large).map((spec) => (
-              <Curve key={spec.id} spec={spec} all={data} colors={colors} x={x} by={by} isLarge={spec.id === large} onLarge={() => change({ chart: large ? null : spec.id }, true)} compared={a && !compared.stale ? compared.data : null} />
-            ))}
-          </div>
-        )}
-        {a && b
-          ? <Pair a={a} b={b} found={compared.stale ? null : compared.data} error={compared.error} />
-          : <Empty>Choose two runs to see in which settings they differ, and whether one is better on held-out problems.</Empty>}
+    <div class="page">
+      <RunsTable runs={runs} chosen={chosen} colors={colors} words={words} onChoose={(next) => change({ runs: next.length ? next : chosen.slice(0, 1) }, true)} />
+      <div class="bar">
+        <Choice label="Horizontal axis" value={x} options={[['step', 'Steps'], ['tokens', 'Tokens'], ['time', 'Time']]} onChange={(value) => change({ x: value })} />
+        <label class="field">
+          Smoothing
+          <input type="range" min="0" max="0.3" step="0.01" value={by} aria-label="Smoothing" title="Share of the points that an average goes over" onInput={(event) => change({ smooth: event.currentTarget.value })} />
+          <output>{Math.round(100 * by)} %</output>
+        </label>
+        <MoreFigures runs={chosen} more={more} />
       </div>
+      {error && <Problem>{error}</Problem>}
+      {data && <Problems lines={Object.values(data).flatMap((each) => each.problems)} />}
+      {chosen.length > 1 && <Legend items={chosen.map((name) => ({ color: `var(${colors.get(name)})`, label: middle(name, 36) }))} />}
+      {waiting.map((each) => <Empty>{each.waiting}</Empty>)}
+      {data && waiting.length < chosen.length && (
+        <div class="curves">
+          {specs.filter((spec) => !large || spec.id === large).map((spec) => (
+            <Curve key={spec.id} spec={spec} all={data} colors={colors} x={x} by={by} isLarge={spec.id === large} onLarge={() => change({ chart: large ? null : spec.id }, true)} compared={a && !compared.stale ? compared.data : null} />
+          ))}
+        </div>
+      )}
+      {a && b
+        ? <Pair a={a} b={b} found={compared.stale ? null : compared.data} error={compared.error} />
+        : <Empty>Choose two runs to see in which settings they differ, and whether one is better on held-out problems.</Empty>}
     </div>
   )
+}
+
+/** A colour for each drawn run, which it keeps while it is drawn, whatever else comes and goes. */
+function useColors(chosen: string[]): Map<string, string> {
+  const held = useRef(new Map<string, string>())
+  return useMemo(() => {
+    const next = new Map([...held.current].filter(([name]) => chosen.includes(name)))
+    for (const name of chosen.filter((each) => !next.has(each))) {
+      const taken = new Set(next.values())
+      next.set(name, RUN_COLORS.find((each) => !taken.has(each)) ?? RUN_COLORS[next.size % RUN_COLORS.length])
+    }
+    return (held.current = next)
+  }, [chosen.join('\n')])
 }
 
 function unitOf(name: string): Unit {
@@ -254,33 +277,6 @@ function unitOf(name: string): Unit {
   if (/gib$/.test(name)) return 'gib'
   if (/tokens|length\/(response|prompt)|groups|answers/.test(name)) return 'count'
   return 'plain'
-}
-
-function RunRow(props: { run: Run; color: string; isChosen: boolean; onToggle: () => void }) {
-  const { run } = props
-  const heldOut = Object.values(run.held_out ?? {})[0]
-  return (
-    <li class={props.isChosen ? 'chosen' : ''}>
-      <label>
-        <input type="checkbox" checked={props.isChosen} onChange={props.onToggle} />
-        <i class="dot" style={{ background: props.isChosen ? `var(${props.color})` : 'var(--line)' }} />
-        <span class="name" title={run.place}>{run.name}</span>
-      </label>
-      {run.problem
-        ? <p class="problem">{run.problem}</p>
-        : (
-          <dl>
-            <dt>step</dt>
-            <dd>{run.step}{run.steps ? ` / ${run.steps}` : ''}</dd>
-            <dt>{heldOut == null ? 'accuracy' : 'held out'}</dt>
-            <dd>{number(heldOut ?? run.accuracy, 'share')}</dd>
-            <dt class={`state ${run.state}`}>{run.state === 'live' ? 'writing' : run.state === 'done' ? 'finished' : 'not writing'}</dt>
-            <dd class="dim">{run.changed_s ? ago(run.changed_s) : ''}</dd>
-          </dl>
-        )}
-      {!run.problem && <a href={link('answers', { run: run.name })}>Answers</a>}
-    </li>
-  )
 }
 
 function MoreFigures({ runs, more }: { runs: string[]; more: string[] }) {

@@ -82,7 +82,8 @@ export function System({ runs, words }: { runs: Run[]; words: URLSearchParams })
 function memoryOption(curves: Curves): Option | null {
   const lines = MEMORY.filter(([name]) => curves.values[name]?.some((each) => each !== null))
   if (!lines.length) return null
-  const option = axes({ min: 0 }, { min: 0, scale: false }, 'count', 'plain')
+  const most = lines.flatMap(([name]) => curves.values[name]).reduce((before: number, each) => Math.max(before, each ?? 0), 0)
+  const option = axes({ min: 0, max: curves.step[curves.step.length - 1] }, { min: 0, max: most }, 'count', 'plain')
   option.series = lines.map(([name], n) => ({
     type: 'line', showSymbol: curves.step.length < 3, color: color(n ? '--c1' : '--c0'), lineStyle: { width: 2 }, emphasis: { disabled: true },
     data: curves.step.map((step, row) => [step, curves.values[name][row]]).filter((each) => each[1] !== null),

@@ -1,7 +1,7 @@
 // Where the seconds of each step went, and who waited for whom in one of them.
 import { useMemo } from 'preact/hooks'
 import { ofStep, query, stepsOf, useData, type Curves, type Run } from './api'
-import { axes, Chart, color, stepAxis, tip, useTheme, type Option } from './chart'
+import { along, axes, Chart, color, stepAxis, tip, useTheme, type Option } from './chart'
 import { duration, number } from './format'
 import { Choice, Empty, Legend, nearest, Panel, Problem, Problems, RunChoice, StepChoice, useKeys } from './parts'
 import { change, current } from './route'
@@ -83,7 +83,7 @@ function phasesOf(curves: Curves): { name: string; values: (number | null)[]; se
 
 function phaseOption(curves: Curves, phases: ReturnType<typeof phasesOf>, asShare: boolean): Option {
   const all = curves.step.map((_, row) => phases.reduce((sum, each) => sum + (each.values[row] ?? 0), 0) || 1)
-  const option = axes(stepAxis(curves.step), { min: 0, max: asShare ? 1 : undefined, scale: false }, 'count', asShare ? 'share' : 'seconds')
+  const option = axes(stepAxis(curves.step, curves.every), { min: 0, max: asShare ? 1 : all.reduce((most, each) => Math.max(most, each), 0) }, 'count', asShare ? 'share' : 'seconds')
   option.tooltip.axisPointer = { type: 'shadow', shadowStyle: { color: color('--dim', 0.12) } }
   option.series = phases.map((each) => ({
     type: 'bar', stack: 'all', barCategoryGap: curves.step.length > 60 ? '0%' : '18%', color: color(colorOf(each.name)), emphasis: { disabled: true },
@@ -127,7 +127,7 @@ function Timeline({ run, step }: { run: string; step: string | null }) {
       side={data && <StepChoice steps={data.steps} step={data.step} onChange={(next) => change({ step: next })} />}>
       {error && <Problem>{error}</Problem>}
       {option && tracks.length > 0
-        ? <><Chart option={option} height={46 + 34 * tracks.length} label="Timeline of the step" /><Legend items={names.slice(0, 12).map((name) => ({ color: `var(${colorOf(name)})`, label: say(name) }))} /></>
+        ? <><Chart option={option} height={46 + 34 * tracks.length} label="Timeline of the step" onZoom={(from, to) => ({ xAxis: along(from, to, 'seconds') })} /><Legend items={names.slice(0, 12).map((name) => ({ color: `var(${colorOf(name)})`, label: say(name) }))} /></>
         : data && <Empty>The timeline holds nothing of step {step ?? data.step}.</Empty>}
       {data && data.left_out > 0 && <p class="dim note">{data.left_out} of the shortest slices are not drawn.</p>}
     </Panel>
@@ -141,7 +141,6 @@ function timelineOption(data: Window, tracks: Window['tracks'], names: string[])
     const [row, start, end, name] = cell.data
     return tip(`${tracks[row].name}: ${say(names[name])}`, [{ label: 'lasts', value: duration(end - start) }, { label: 'from', value: `${start.toFixed(2)} s` }, { label: 'to', value: `${end.toFixed(2)} s` }])
   } }
-  option.xAxis.axisLabel.showMaxLabel = false
   option.dataZoom = [{ type: 'inside', filterMode: 'weakFilter', zoomOnMouseWheel: 'ctrl', moveOnMouseWheel: false }]
   option.series = [{
     type: 'custom', data: slices, encode: { x: [1, 2], y: 0 }, clip: true,

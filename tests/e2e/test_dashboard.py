@@ -48,6 +48,17 @@ PAGES = {"overview": ".panel canvas", "answers": ".tokens", "tokens": ".panel ca
 STEPS = 5
 WIDER = """[...document.querySelectorAll('.panel')].filter(each => each.scrollWidth >
 each.clientWidth).map(each => each.getAttribute('aria-label'))"""
+LABELS = """(() => {
+  const { fillText, clearRect } = CanvasRenderingContext2D.prototype
+  Object.assign(CanvasRenderingContext2D.prototype, {
+    clearRect(...all) { this.canvas.labels = []; return clearRect.apply(this, all) },
+    fillText(text, x, y) {
+      (this.canvas.labels ??= []).push([text, y + this.getTransform().f])
+      return fillText.call(this, text, x, y)
+    },
+  })
+})()"""
+"""Keeps the texts that a canvas shows, each with its height."""
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 
@@ -84,6 +95,7 @@ def window(browser: Browser) -> Watched:
     context.set_default_timeout(20_000)
     made = Watched(context.new_page())
     page = made.page
+    page.add_init_script(LABELS)
     page.on("pageerror", lambda error: made.faults.append(str(error)))
     page.on("request", lambda request: made.asked.add(request.url))
     page.on(
@@ -120,7 +132,7 @@ def trained(window: Watched, home: Path, server: Server) -> Trained:
             window.url, path = told.groups()
             wait_for(window.url)
             page = window.open(path)
-        expect(page.locator(".runs dd").first).to_have_text(re.compile(rf"^{step}\b"))
+        expect(page.locator(".runs td.step").first).to_have_text(re.compile(rf"^{step}\b"))
         go_on(driver)
     code = run.wait(60)
     page.goto("about:blank")
@@ -146,6 +158,7 @@ def runs(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the run, and a copy of it, some of whose texts are made to do harm."""
     folder = tmp_path_factory.mktemp("runs")
     shutil.copytree(trained.folder, folder / "tiny")
+    (folder / "tiny" / "findings.jsonl").write_text("{}\n{}\n")
     evil = folder / "evil <b>run<"
     shutil.copytree(trained.folder, evil)
     path = evil / "rollouts" / "step-2.parquet"
@@ -390,19 +403,106 @@ def test_answers_are_filtered_and_searched(look: Watched) -> None:
     assert rows.count() < every
 
 
+def test_runs_are_searched_sorted_hidden_and_pinned_and_keep_their_colours(look: Watched) -> None:
+    folder = Path(look_runs(look))
+    names = [f"sweep-{n:02}" for n in range(12)]
+    for n, name in enumerate(names):
+        (folder / name).mkdir()
+        text = (folder / "tiny" / "config.yaml").read_text()
+        (folder / name / "config.yaml").write_text(f"{text}new: {{x: {n}}}\n")
+        shutil.copy(folder / "tiny" / "metrics.jsonl", folder / name)
+    page = look.open("overview?q=SWEEP&runs=sweep-03&runs=sweep-05")
+    shown = page.locator(".runs td.name")
+    expect(shown).to_have_text(names)
+
+    def colors() -> dict[str, str]:
+        """The colours of the runs that are drawn."""
+        dots = page.locator(".runs tr.chosen .dot")
+        dots.first.wait_for()
+        return dict(dots.evaluate_all(
+            "all => all.map(each => [each.parentElement.textContent, each.style.background])"
+        ))  # fmt: skip
+
+    before = colors()
+    page.get_by_role("button", name="new.x").click()
+    page.get_by_role("button", name="new.x ↑").click()
+    expect(shown).to_have_text(names[::-1])
+    page.get_by_label("sweep-00").check()
+    expect(page.locator(".runs tr.chosen")).to_have_count(3)
+    assert colors().items() > before.items()
+    page.get_by_label("Draw all").check()
+    expect(page.locator(".legend").first.locator("span")).to_have_count(12)
+    assert colors().items() > before.items()
+    assert len(set(colors().values())) == 12
+    row = page.get_by_role("row", name="sweep-07")
+    row.get_by_label("Hide").click()
+    expect(shown).to_have_count(11)
+    page.get_by_role("row", name="sweep-02").get_by_label("Pin").click()
+    page.reload()
+    expect(shown).to_have_count(11)
+    expect(shown.first).to_have_text("sweep-02")
+    page.get_by_role("button", name="With 1 hidden").click()
+    row.get_by_label("Hide").click()
+    page.get_by_role("radio", name="Live").click()
+    expect(shown).to_have_count(0)
+    page.goto("about:blank")
+    for name in names:
+        shutil.rmtree(folder / name)
+
+
 def test_two_runs_are_compared_beside_their_curves(look: Watched) -> None:
     page = look.open("overview?runs=tiny")
     page.get_by_text("Choose two runs").wait_for()
+    expect(page.locator(".badge").last).to_have_text("2")
     page.get_by_label("evil").check()
     page.get_by_text("No difference: A and B did equally well").wait_for()
     page.get_by_text("95 %: +0.0 to +0.0").wait_for()
     expect(page.locator(".settings code")).to_have_text(["evil"])
     page.get_by_role("button", name="Larger").first.click()
     page.wait_for_selector(".large canvas")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="CSV").click()
+    rows = saved.value.path().read_text().splitlines()
+    evaluations = list((Path(look_runs(look)) / "tiny" / "eval").iterdir())
+    assert (rows[0], len(rows)) == ("run,figure,step,value", 1 + 2 * len(evaluations))
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="PNG").click()
+    assert saved.value.suggested_filename == "Held-out accuracy.png"
+    assert saved.value.path().read_bytes().startswith(b"\x89PNG")
     page.get_by_role("radio", name="Tokens").click()
     assert "x=tokens" in page.url
     page.go_back()
     expect(page.locator(".large")).to_have_count(0)
+
+
+def test_axes_have_round_numbers_and_no_label_twice(look: Watched) -> None:
+    folder = Path(look_runs(look)) / "long"
+    shutil.copytree(folder.with_name("tiny"), folder)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(5001):
+            figures = {"accuracy": step / 5000, "tokens/trained": 7, "tokens/generated": 7}
+            record = {f"sampling/{name}": value for name, value in figures.items()}
+            record |= {"actor/entropy": 2e-5 + 1e-9 * step, "time/step_s": 72.2 + step % 3 / 10}
+            file.write(json.dumps({"step": step, **record}) + "\n")
+
+    def labels(chart: str) -> tuple[list[str], list[str]]:
+        """The labels to the left of a chart, from below, and those beneath it."""
+        canvas = page.locator(f".chart[aria-label='{chart}'] canvas")
+        canvas.wait_for()
+        drawn = canvas.evaluate("each => each.labels")
+        bottom = max(y for _, y in drawn)
+        left = sorted((-y, text) for text, y in drawn if y < bottom)
+        return [text for _, text in left], [text for text, y in drawn if y == bottom]
+
+    page = look.open("overview?runs=long")
+    thousands = ["0", *(f"{n},000" for n in range(1, 6))]
+    assert labels("Accuracy in training") == ([f"{n} %" for n in range(0, 101, 25)], thousands)
+    assert labels("Entropy")[0] == [f"{n / 10}e−5" for n in (20, 22, 24, 26)]  # noqa: RUF001
+    assert labels("Time of a step")[0] == [f"72.{n} s" for n in range(25, 41, 5)]
+    page = look.open("tokens?run=long")
+    assert labels("Tokens by use and step")[1] == [str(n) for n in range(0, 5001, 500)]
+    page.goto("about:blank")
+    shutil.rmtree(folder)
 
 
 def test_what_a_model_wrote_is_shown_as_text_wherever_it_stands(look: Watched) -> None:

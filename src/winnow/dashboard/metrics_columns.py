@@ -187,23 +187,25 @@ def round_to(value: float | None, digits: int = 6) -> float | None:
     return float(f"{value:.{digits}g}")
 
 
-def read_last_record(files: RunFiles, size: int) -> Mapping[str, float]:
-    """Read the last whole line of metrics.jsonl; empty where there is none.
+def read_tail(files: RunFiles, size: int) -> tuple[Mapping[str, float], float | None]:
+    """Read the last whole lines of metrics.jsonl.
 
-    The figures of the last evaluation are among them, if a line shortly before has them.
+    Returns:
+        The last record, with the figures of the last evaluation if one of these lines has them,
+        and the mean seconds of a step over these lines. Empty and None where there is no record.
 
     Raises:
         UnreadableError: the file cannot be read.
     """
     if not size:
-        return {}
-    lines = files.read(METRICS_FILE, max(size - _TAIL_BYTES, 0), size).split(b"\n")[:-1]
+        return {}, None
     last: dict[str, float] = {}
-    for line in reversed(lines):
+    seconds = []
+    for line in files.read(METRICS_FILE, max(size - _TAIL_BYTES, 0), size).split(b"\n")[:-1]:
         with suppress(ValueError):
             record = parse_record(line)
             held_out = {name: v for name, v in record.items() if name.startswith(EVAL)}
-            last = last | held_out if last else record
-            if held_out:
-                break
-    return last
+            last = record | (held_out or {n: v for n, v in last.items() if n.startswith(EVAL)})
+            if record["step"] > 0 and math.isfinite(record.get(STEP_S, math.nan)):
+                seconds.append(record[STEP_S])
+    return last, sum(seconds) / len(seconds) if seconds else None

@@ -23,7 +23,7 @@ from winnow.config.roles import ROLES, Roles
 from winnow.config.root import Config
 from winnow.dashboard import answers
 from winnow.dashboard.index import LENGTH_BINS, RATES, AnswerIndex, prompt_history
-from winnow.dashboard.metrics_columns import MetricsColumns, read_last_record, round_to
+from winnow.dashboard.metrics_columns import MetricsColumns, read_tail, round_to
 from winnow.dashboard.runs import (
     ABSENT,
     CONFIG,
@@ -46,6 +46,7 @@ KINDS = {"training": "rollouts", "held_out": "eval"}
 """Folders of answers by what they were written for."""
 _LIVE_S, _LIVE_STEPS = 90.0, 3.0
 """A run that wrote nothing for so long, and for so many times its last step's, is not live."""
+_FINDINGS = "findings.jsonl"
 _MOST_COLUMNS = 400
 """Steps side by side in a histogram over time; of more, neighbours are summed."""
 _MOST_CONFIG_BYTES = 100_000
@@ -114,9 +115,10 @@ class RunPages:
         return tree
 
     def summary(self) -> dict[str, Any]:
-        """Return a row of the list of runs, from the last line of metrics.jsonl alone.
+        """Return a row of the list of runs, from the last lines of metrics.jsonl.
 
-        `waiting` says of a run without a record why it has none.
+        `waiting` says of a run without a record why it has none; `alarms` counts what its rules
+        have found; `left_s` are the seconds to its last step, at the pace of its last ones.
 
         Raises:
             UnreadableError: a file is damaged.
@@ -124,8 +126,14 @@ class RunPages:
         root = self.files.entries()
         config = self.config(root)
         figures = root.get(METRICS_FILE, ABSENT)
-        record = self._cache.get(
-            METRICS_FILE, figures.stamp, lambda: read_last_record(self.files, figures.size)
+        record, step_s = self._cache.get(
+            METRICS_FILE, figures.stamp, lambda: read_tail(self.files, figures.size)
+        )
+        findings = root.get(_FINDINGS, ABSENT)
+        alarms = self._cache.get(
+            _FINDINGS,
+            findings.stamp,
+            lambda: self.files.read(_FINDINGS).count(b"\n") if findings.size else 0,
         )
         held_out = {source: round_to(each.accuracy) for source, each in evaluations(record).items()}
         times = (root.get(n, ABSENT).changed_s for n in (METRICS_FILE, LOG, TRACE))
@@ -134,12 +142,18 @@ class RunPages:
         step = int(record.get("step", 0))
         patience_s = max(_LIVE_S, _LIVE_STEPS * record.get(metrics.STEP_S, 0.0))
         is_live = changed is not None and time.time() - changed < patience_s
+        state = "done" if steps and step >= steps else "live" if is_live else "idle"
+        is_paced = state == "live" and steps > 0
+        left_s = step_s * (steps - step) if is_paced and step_s is not None else None
         return {
             "name": self.files.name,
             "place": self.files.root,
             "step": step,
             "steps": steps,
-            "state": "done" if steps and step >= steps else "live" if is_live else "idle",
+            "state": state,
+            "step_s": round_to(step_s),
+            "left_s": round_to(left_s),
+            "alarms": alarms,
             "waiting": None if record else self._wait_reason(root, config, is_live),
             "changed_s": changed,
             "accuracy": round_to(record.get(metrics.ACCURACY)),
@@ -439,19 +453,29 @@ class Pages:
         """Return a row for each run, and the run to show first: a live one, else the newest.
 
         A run that cannot be read has a line that says why. Runs without metrics come last.
+        `settings` are those in which the runs differ, but for names, folders and descriptions.
         """
 
         def rank(row: Mapping[str, Any]) -> tuple[bool, bool, float]:
             return row["state"] == "live", not row["waiting"], row["changed_s"] or 0.0
 
-        rows = []
+        rows, configs = [], {}
         for name, reader in self.by_name().items():
             try:
                 with reader.files.explain_errors("a file"):
                     rows.append(reader.summary())
+                    configs[name] = reader.config()
             except UnreadableError as error:
                 rows.append({"name": name, "place": reader.files.root, "problem": str(error)})
         readable = [row for row in rows if not row["problem"]]
+        keys = dict.fromkeys(key for config in configs.values() for key in config)
+        differing = [
+            key for key in keys
+            if key not in ("run.name", "run.dir", "run.description")
+            and len({config.get(key) for config in configs.values()}) > 1
+        ]  # fmt: skip
+        for row in readable:
+            row["settings"] = {key: configs[row["name"]].get(key) for key in differing}
         return {"runs": rows, "first": max(readable, key=rank)["name"] if readable else None}
 
     def folder_stamps(self) -> dict[str, str]:

@@ -53,15 +53,40 @@ def test_runs_are_listed_with_their_last_figures(make_run: MakeRun) -> None:
     assert b["problem"].startswith("recipe config.yaml of b, line 1: ")
 
 
+def test_a_live_run_has_a_number_of_alarms_and_the_time_left(make_run: MakeRun) -> None:
+    folder = make_run("a")
+    asked = client(folder.path)
+
+    def told() -> list[float | None]:
+        (row,) = get(asked, "/api/runs")["runs"]
+        return [row[name] for name in ("alarms", "step_s", "left_s")]
+
+    assert told() == [0, 1.5, None]  # it is done
+    folder.config.write_text(folder.config.read_text().replace("steps: 4", "steps: 9"))
+    folder.findings.write_text("{}\n{}\n")
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 5, "time/step_s": 4.0}\n')
+    assert told() == [2, 2.0, 8.0]  # 4 steps of (4 * 1.5 + 4) / 5 seconds
+    os.utime(folder.metrics, (time.time() - 200,) * 2)
+    assert told() == [2, 2.0, None]
+    folder.metrics.unlink()
+    folder.log.write_text("")  # it is live, in its warm-up
+    assert told() == [2, None, None]
+
+
 def test_settings_that_differ_are_listed_by_their_full_names(make_run: MakeRun) -> None:
     a, b = make_run("a"), make_run("b")
     b.config.write_text(b.config.read_text().replace("0.001", "0.002") + "new: {x: [1, 2]}\n")
-    found = get(client(a.path, b.path), "/api/difference?a=a&b=b")
+    asked = client(a.path, b.path)
+    found = get(asked, "/api/difference?a=a&b=b")
     assert found == [
         {"key": "run.name", "a": "a", "b": "b"},
         {"key": "optim.lr", "a": 0.001, "b": 0.002},
         {"key": "new.x", "a": None, "b": "[1, 2]"},
     ]
+    assert [each["settings"] for each in get(asked, "/api/runs")["runs"]] == [
+        {"optim.lr": 0.001, "new.x": None}, {"optim.lr": 0.002, "new.x": "[1, 2]"},
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

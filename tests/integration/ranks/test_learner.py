@@ -87,7 +87,7 @@ def test_the_objective_takes_over_what_the_recipe_says() -> None:
         )
     )
     assert objective.options == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10}
-    assert objective.norm_tokens == 128
+    assert objective.norm_tokens == 64
     assert objective.entropy_coef == 0.01
     assert objective.kl == KlTerm(0.2, "k2", importance_weight=False)
     assert objective.correction == {
