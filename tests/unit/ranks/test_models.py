@@ -34,7 +34,7 @@ def test_the_line_names_rows_tokens_bytes_and_the_settings_that_take_less() -> N
     line = str(told.value)
     assert "\n" not in line
     assert line.startswith("out of memory: ")
-    longest = config.data.max_prompt_tokens + 128
+    longest = config.data.max_prompt_tokens + 64
     shape = model.config
     token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 4
     held = min(longest, shape.max_position_embeddings)
