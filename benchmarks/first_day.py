@@ -174,6 +174,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    # A shell's background job ignores Ctrl-C, and so would what it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="first-day-") as folder:
         day = Day(Path(folder))
         (day.folder / "short.py").write_text(REWARD)
