@@ -50,8 +50,10 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the page of settings."""
+    """Add the page of settings, and the dashboard's icon."""
     files.append(File.generated(config, "settings.md", content=settings_page()))
+    icon = ROOT / "frontend" / "public" / "icon.svg"
+    files.append(File.generated(config, icon.name, abs_src_path=str(icon)))
     return files
 
 
