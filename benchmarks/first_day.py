@@ -157,7 +157,7 @@ ACTIONS = (
     ),
     Action(
         "three seeds",
-        f"winnow train quickstart run.seed=1,2,3 trainer.steps=3 sft.steps=100 {SMALL} --multirun",
+        f"winnow train quickstart run.seed=1,2,3 trainer.steps=3 warm_start.steps=100 {SMALL} --multirun",
     ),
     Action(
         "imitate demonstrations first",
