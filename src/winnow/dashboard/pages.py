@@ -33,10 +33,10 @@ from winnow.dashboard.runs import (
     RunSet,
     UnreadableError,
 )
-from winnow.dashboard.timeline import LOG, TRACE, TraceWindows, read_log_tail
+from winnow.dashboard.timeline import LOG, TRACE, TraceWindows, read_log_tail, read_usage
 from winnow.errors import ConfigError
 from winnow.observe import metrics
-from winnow.observe.files import TOKENIZER, one_line
+from winnow.observe.files import TOKENIZER, USAGE, one_line
 from winnow.observe.jsonl import METRICS_FILE, evaluations
 from winnow.observe.rollouts import IMAGES
 from winnow.views.diagnosis import Diagnosis, skipped_rules_note
@@ -136,7 +136,7 @@ class RunPages:
             lambda: self.files.read(_FINDINGS).count(b"\n") if findings.size else 0,
         )
         held_out = {source: round_to(each.accuracy) for source, each in evaluations(record).items()}
-        times = (root.get(n, ABSENT).changed_s for n in (METRICS_FILE, LOG, TRACE))
+        times = (root.get(n, ABSENT).changed_s for n in (METRICS_FILE, LOG, TRACE, USAGE))
         changed = max((each for each in times if each is not None), default=None)
         steps = _positive_int(config, "trainer.steps", 0)
         step = int(record.get("step", 0))
@@ -317,7 +317,8 @@ class RunPages:
         }
 
     def system(self) -> dict[str, Any]:
-        """Return processes, starts, checkpoints, the log, and lines that could not be read.
+        """Return processes, what they used over time, starts, checkpoints, the log, and lines that
+        could not be read.
 
         Raises:
             UnreadableError: a file is damaged.
@@ -338,6 +339,7 @@ class RunPages:
             "checkpoints": saved,
             "machine": machine if isinstance(machine, dict) else {},
             "log": read_log_tail(self.files, root.get(LOG)),
+            "usage": read_usage(self.files, root.get(USAGE, ABSENT)),
             "problems": self.columns().problems,
         }
 

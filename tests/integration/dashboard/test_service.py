@@ -74,6 +74,20 @@ def test_a_live_run_has_a_number_of_alarms_and_the_time_left(make_run: MakeRun) 
     assert told() == [2, None, None]
 
 
+def test_usage_over_time_comes_as_columns_without_its_damaged_lines(make_run: MakeRun) -> None:
+    folder = make_run("a")
+    assert get(client(folder.path), "/api/run/system?run=a")["usage"] == {}
+    lines = (
+        '{"time_s": 8, "over_s": 2}',
+        "{",
+        '{"time_s": 10, "over_s": 2, "gpu/0/busy": 0.5}',
+        '{"time',
+    )
+    folder.usage.write_text("\n".join(lines))
+    usage = get(client(folder.path), "/api/run/system?run=a")["usage"]
+    assert usage == {"time_s": [8, 10], "over_s": [2, 2], "gpu/0/busy": [None, 0.5]}
+
+
 def test_settings_that_differ_are_listed_by_their_full_names(make_run: MakeRun) -> None:
     a, b = make_run("a"), make_run("b")
     b.config.write_text(b.config.read_text().replace("0.001", "0.002") + "new: {x: [1, 2]}\n")
