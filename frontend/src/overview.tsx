@@ -1,6 +1,6 @@
 // Runs side by side: curves, differences of settings, and the comparison of two.
 import { useMemo, useRef, useState } from 'preact/hooks'
-import { ofStep, query, useData, type Curves, type Run } from './api'
+import { load, ofStep, query, useData, type Curves, type Run } from './api'
 import { along, axes, Chart, color, RUN_COLORS, save, savePicture, tip, upward, useTheme, type Option } from './chart'
 import { middle, number, type Unit } from './format'
 import { Choice, Empty, Legend, Panel, Problem, Problems } from './parts'
@@ -34,7 +34,13 @@ const SPECS: Spec[] = [
 const X = { step: 'step', tokens: 'tokens generated', time: 'time' } as const
 type XName = keyof typeof X
 const X_UNITS: Record<XName, Unit> = { step: 'count', tokens: 'tokens', time: 'seconds' }
-const ASKED = ['eval/*', ...new Set(SPECS.flatMap((each) => each.lines.flat()))]
+const namesOf = (spec: Spec) => (spec.id === 'held-out' ? ['eval/*'] : spec.lines.flat())
+const FEW = 250
+/** Points of a large chart, of all its runs together. */
+const MANY = 30_000
+
+/** Place, mean, step (the last), number of steps; the least and the largest of these in their order. */
+type Point = [number, number, number, number, number, number]
 
 interface Line {
   run: string
@@ -42,26 +48,30 @@ interface Line {
   color: string
   dashed: boolean
   marks: boolean
-  points: [number, number, number][]
+  points: Point[]
+  /** What is drawn: no spike is lost where steps share a point. */
+  drawn: [number, number][]
 }
 
-/** Exponential moving average over about a share `by` of the points, its weights normalised from the first on. */
-function smooth(points: Line['points'], by: number): Line['points'] {
-  const decay = 1 - 1 / Math.max(by * points.length, 1)
+/** Exponential moving average over about a share `by` of the steps, its weights normalised from the first on. */
+function smooth(points: Point[], by: number): [number, number][] {
+  const decay = 1 - 1 / Math.max(by * points.reduce((sum, point) => sum + point[3], 0), 1)
   let sum = 0
   let weight = 0
-  return points.map(([x, y, step]) => {
-    sum = decay * sum + y
-    weight = decay * weight + 1
-    return [x, sum / weight, step]
+  return points.map(([x, y, , rows]) => {
+    const kept = decay ** rows
+    sum = kept * sum + (1 - kept) * y
+    weight = kept * weight + (1 - kept)
+    return [x, sum / weight]
   })
 }
 
-function pointsOf(curves: Curves, name: string, x: XName): [number, number, number][] {
+function pointsOf(curves: Curves, name: string, x: XName): Point[] {
   const xs = x === 'step' ? curves.step : x === 'tokens' ? curves.tokens : curves.time_s
-  const found: [number, number, number][] = []
+  const [first, second] = curves.extremes[name] ?? []
+  const found: Point[] = []
   ofStep(curves, name).forEach((value, row) => {
-    if (value !== null) found.push([xs[row], value, curves.step[row]])
+    if (value !== null) found.push([xs[row], value, curves.step[row], curves.rows[row], first?.[row] ?? value, second?.[row] ?? value])
   })
   return found
 }
@@ -79,11 +89,11 @@ function heldOut(curves: Curves): [string, string][] {
 function linesOf(spec: Spec, all: Record<string, Curves>, colors: Map<string, string>, x: XName): Line[] {
   const found: Line[] = []
   for (const [run, curves] of Object.entries(all).filter(([name]) => colors.has(name))) {
-    const add = (name: string, label: string, dashed: boolean, marks: boolean) =>
-      found.push({
-        run, name: label, dashed, marks, color: color(colors.get(run)!),
-        points: pointsOf(curves, name, x),
-      })
+    const add = (name: string, label: string, dashed: boolean, marks: boolean) => {
+      const points = pointsOf(curves, name, x)
+      const drawn = points.flatMap(([at, , , , a, b]): [number, number][] => (a === b ? [[at, a]] : [[at, a], [at, b]]))
+      found.push({ run, name: label, dashed, marks, color: color(colors.get(run)!), points, drawn })
+    }
     if (spec.id === 'held-out') {
       const sources = heldOut(curves)
       sources.forEach(([source, name], n) => add(name, sources.length > 1 ? source : '', n > 0, true))
@@ -100,7 +110,7 @@ function linesOf(spec: Spec, all: Record<string, Curves>, colors: Map<string, st
 function rangeOf(lines: Line[], from: number, to: number): [number, number] {
   let [low, high] = [Infinity, -Infinity]
   for (const line of lines) {
-    for (const [x, y] of line.points) if (x >= from && x <= to) [low, high] = [Math.min(low, y), Math.max(high, y)]
+    for (const [x, y] of line.drawn) if (x >= from && x <= to) [low, high] = [Math.min(low, y), Math.max(high, y)]
   }
   return low > high ? [0, 1] : [low, high]
 }
@@ -110,10 +120,10 @@ function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: bool
     const style = { color: line.color, width: 2, type: line.dashed ? 'dashed' : 'solid' }
     const shared = { type: 'line', symbol: 'circle', symbolSize: 5, color: line.color, emphasis: { disabled: true } }
     if (line.marks || by === 0) {
-      return [{ ...shared, showSymbol: line.marks || line.points.length < 2, data: line.points, lineStyle: style }]
+      return [{ ...shared, showSymbol: line.marks || line.points.length < 2, data: line.drawn, lineStyle: style }]
     }
     return [
-      { ...shared, showSymbol: false, silent: true, data: line.points, lineStyle: { ...style, width: 1, opacity: 0.28 } },
+      { ...shared, showSymbol: false, silent: true, data: line.drawn, lineStyle: { ...style, width: 1, opacity: 0.28 } },
       { ...shared, showSymbol: line.points.length < 2, data: smooth(line.points, by), lineStyle: style },
     ]
   })
@@ -128,7 +138,9 @@ function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: bool
       const point = closest(line.points, at)
       if (!point) return []
       const label = [several ? line.run : '', line.name].filter(Boolean).join(' · ') || spec.title
-      return [{ color: line.color, label: `${label}, step ${point[2]}`, value: number(point[1], spec.unit) }]
+      const [, mean, step, rows, a, b] = point
+      const range = a === b ? '' : ` (${number(Math.min(a, b), spec.unit)} to ${number(Math.max(a, b), spec.unit)})`
+      return [{ color: line.color, label: `${label}, ${rows > 1 ? `steps ${step - rows + 1} to` : 'step'} ${step}`, value: number(mean, spec.unit) + range }]
     })
     return tip(x === 'step' ? `step ${at}` : `${X[x]}: ${number(at, X_UNITS[x])}`, rows)
   }
@@ -152,8 +164,8 @@ function csvOf(spec: Spec, lines: Line[], x: XName): Blob {
   return new Blob([[head, ...rows].join('\r\n'), '\r\n'], { type: 'text/csv' })
 }
 
-function closest(points: [number, number, number][], x: number): [number, number, number] | null {
-  let best: [number, number, number] | null = null
+function closest(points: Point[], x: number): Point | null {
+  let best: Point | null = null
   for (const point of points) if (!best || Math.abs(point[0] - x) < Math.abs(best[0] - x)) best = point
   return best
 }
@@ -183,7 +195,7 @@ function Curve(props: {
       class={isLarge ? 'large' : ''}
       side={
         <>
-          {isLarge && <button type="button" title="The points of this chart as a table" onClick={() => save(`${spec.title}.csv`, csvOf(spec, lines, x))}>CSV</button>}
+          {isLarge && <button type="button" title="All steps of these curves as a table" onClick={async () => save(`${spec.title}.csv`, csvOf(spec, linesOf(spec, await load(query('series', { runs: [...colors.keys()], names: namesOf(spec), points: 1e9 })), colors, x), x))}>CSV</button>}
           {isLarge && <button type="button" title="This chart as a picture" onClick={(event) => savePicture(event.currentTarget.closest('.panel')!, spec.title, legend)}>PNG</button>}
           <button type="button" class="icon" aria-label={isLarge ? 'Smaller' : 'Larger'} onClick={props.onLarge}>
             {isLarge ? '✕' : '⤢'}
@@ -219,15 +231,17 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
   const large = words.get('chart')
   const more = words.getAll('more')
   const colors = useColors(chosen)
-  const url = query('series', { runs: chosen, names: [...ASKED, ...more] })
-  const { data, error } = useData<Record<string, Curves>>(chosen.length ? url : null, chosen)
-  const [a, b] = chosen.length === 2 ? chosen : [null, null]
-  const at = words.get('at')
-  const compared = useData<Comparison>(a && b ? query('comparison', { a, b, step: at }) : null, chosen)
+  const ask = (specs: Spec[], points: number) =>
+    useData<Record<string, Curves>>(chosen.length && specs.length ? query('series', { runs: chosen, names: [...new Set(specs.flatMap(namesOf))], points }) : null, chosen)
   const specs = useMemo(() => [
     ...SPECS,
     ...more.map((name): Spec => ({ id: name, title: name, unit: unitOf(name), says: '', lines: [[name]] })),
   ], [more.join('\n')])
+  const { data, error } = ask(specs, FEW)
+  const finer = ask(specs.filter((each) => each.id === large), Math.ceil(MANY / chosen.length))
+  const [a, b] = chosen.length === 2 ? chosen : [null, null]
+  const at = words.get('at')
+  const compared = useData<Comparison>(a && b ? query('comparison', { a, b, step: at }) : null, chosen)
   return (
     <div class="page">
       <RunsTable runs={runs} chosen={chosen} colors={colors} words={words} onChoose={(next) => change({ runs: next.length ? next : chosen.slice(0, 1) }, true)} />
@@ -247,7 +261,7 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
       {data && waiting.length < chosen.length && (
         <div class="curves">
           {specs.filter((spec) => !large || spec.id === large).map((spec) => (
-            <Curve key={spec.id} spec={spec} all={data} colors={colors} x={x} by={by} isLarge={spec.id === large} onLarge={() => change({ chart: large ? null : spec.id }, true)} compared={a && !compared.stale ? compared.data : null} />
+            <Curve key={spec.id} spec={spec} all={spec.id === large && !finer.stale && finer.data ? finer.data : data} colors={colors} x={x} by={by} isLarge={spec.id === large} onLarge={() => change({ chart: large ? null : spec.id }, true)} compared={a && !compared.stale ? compared.data : null} />
           ))}
         </div>
       )}
