@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from benchmarks.pictures import FOLDER, PICTURES
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
-from benchmarks.pictures import FOLDER, PICTURES
 from tests.pages import PAGES, ROOT, code_blocks, commands
 
 from winnow.cli.main import app
