@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from benchmarks.pictures import FOLDER, PICTURES
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from tests.pages import PAGES, ROOT, code_blocks, commands
@@ -86,6 +87,14 @@ def test_the_site_is_built_and_no_link_is_broken(tmp_path: Path) -> None:
         re.findall(r"(?:src|href)=\"(?:https?:)?//[^\"]+\.(?:js|css|woff2?)", page)
         for page in pages
     )
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_what_its_script_draws_and_stands_on_a_page(name: str) -> None:
+    drawn = PICTURES[name]().svg()
+    assert drawn == (FOLDER / f"{name}.svg").read_text("utf-8"), "python -m benchmarks.pictures"
+    shown = [page for page in PAGES if f"](pictures/{name}.svg)" in page.read_text("utf-8")]
+    assert len(shown) == 1
 
 
 def test_the_examples_for_schedulers_hold_together() -> None:
