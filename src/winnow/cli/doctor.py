@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ import typer
 
 from winnow.config.reward import SandboxConfig
 from winnow.config.root import TrackerName
-from winnow.errors import RewardError
+from winnow.errors import ConfigError, RewardError
 from winnow.observe.format import printable
 from winnow.version import __version__
 
@@ -35,6 +36,12 @@ _LEAST_MEMORY = 2 * _GIB
 _DISTRIBUTION = "winnow-rl"
 """Name on the package index, where `winnow` is another project."""
 _NOT_FOR_USERS = {"all", "dev", "browser", "trackers", "serve", "dashboard"}
+_GPU_CHECKS = (
+    *("machine", "gradients", "mismatch", "update", "head"),
+    *("fp32", "bf16", "publish", "decode"),
+)
+_GPU_LIMIT_S = 65
+"""Most seconds of each of them: all take less than ten minutes."""
 _PURPOSE = {
     "ray": "many machines",
     "peft": "LoRA",
@@ -80,6 +87,46 @@ def print_report(runs: str) -> bool:
         notes = "; notes concern optional features" if "note" in states else ""
         typer.echo(f"\nReady to train{notes}.")
     return bool(faults)
+
+
+def check_gpu(report: Path, *options: str) -> int:
+    """Run the checks of `benchmarks/gpu` that fit into ten minutes; return the runner's exit code.
+
+    Args:
+        report: file for all that the checks print.
+        options: further ones of `python -m benchmarks.gpu`, such as `--cpu` and other checks.
+
+    Raises:
+        ConfigError: this is no checkout, or torch sees no GPU.
+    """
+    import torch
+
+    root = Path(__file__).resolve().parents[3]
+    if not (root / "benchmarks" / "gpu").is_dir():
+        raise ConfigError(
+            "--gpu runs benchmarks/gpu, which an installed wheel does not contain; run winnow "
+            "doctor --gpu from a checkout (pip install -e .)"
+        )
+    if not (torch.cuda.is_available() or "--cpu" in options):
+        raise ConfigError("--gpu needs a GPU, and torch sees none; winnow doctor says why")
+    checks = () if set(options) - {"--cpu"} else _GPU_CHECKS
+    command = [sys.executable, "-m", "benchmarks.gpu", *checks, *options]
+    path = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
+    with report.open("w", encoding="utf-8") as file, tempfile.TemporaryDirectory() as scratch:
+        process = subprocess.Popen(
+            [*command, "--out", scratch, "--limit-s", str(_GPU_LIMIT_S)],
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            file.write(line)
+            typer.echo(line, nl=False)
+    typer.echo(f"\nAll of it is in {report}: send that file back.")
+    return process.wait()
 
 
 def print_diagnosis(run: str, as_json: bool) -> bool:

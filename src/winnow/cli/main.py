@@ -286,10 +286,17 @@ def doctor(
     run: Annotated[str | None, Argument(help="Run folder, such as runs/NAME.")] = None,
     runs: Annotated[str, Option(help="Folder for runs.")] = "runs",
     as_json: AsJson = False,
+    gpu: Annotated[
+        bool, Option("--gpu", help="Run checks on a GPU, ten minutes at most; needs a checkout.")
+    ] = False,
 ) -> None:
     """Diagnose a run; without one, check this machine for what Winnow needs."""
-    from winnow.cli.doctor import print_diagnosis, print_report
+    from winnow.cli.doctor import check_gpu, print_diagnosis, print_report
 
+    if gpu:
+        if run is not None:
+            raise ConfigError("--gpu checks this machine, not a run; leave out one of them")
+        raise typer.Exit(check_gpu(Path("winnow-gpu.txt")))
     if run is not None:
         raise typer.Exit(print_diagnosis(run, as_json))
     if as_json:

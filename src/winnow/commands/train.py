@@ -45,6 +45,7 @@ from winnow.config.trainer import LocalCluster
 from winnow.data.loader import PromptSource, training_prompts
 from winnow.data.prompts import FirstMessages
 from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
+from winnow.learning.learner import Learner
 from winnow.models.fetch import fetched_bytes
 from winnow.observe.console import ConsoleSink, make_console
 from winnow.observe.files import RunFolder, write_atomic
@@ -348,6 +349,8 @@ def _train(context: RunContext, run: Run | SftRun, end: MachineDeadline) -> Stop
     config, stop = context.config, context.stop
     explained = explain_oom(config, context.policy.model, run.save_after_failure)
     stopped, end.save_s = None, lambda: run.state.save_s
+    if isinstance(run.learner, Learner):  # ranks do not report single updates
+        stop.updates_left = partial(getattr, run.learner, "updates_left")
     with stop.deferring(), stop.stop_before(end), gc_tuning.frozen(), run.state, explained:
         try:
             if isinstance(run, Run):

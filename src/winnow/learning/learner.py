@@ -132,6 +132,8 @@ class Learner:
         self._critic = None if critic is None else CriticLearner(critic, settings)
         self._skips = SkippedUpdates("actor", "", settings.max_skipped_updates)
         self._passes_and_updates = self.begun = 0
+        self.updates_left = 0, 0
+        """The policy's updates that a step has still to do, of all of it; 0 between updates."""
 
     @property
     def progress(self) -> int:
@@ -241,7 +243,9 @@ class Learner:
         # They number samples independently of their places in the batch.
         numbers = [group.id << 16 | i for group in groups for i in range(len(group.answers))]
         keys, has_moved = torch.tensor(numbers, dtype=torch.int64), False
-        for seed, update in settings.updates(batch.n_groups, step):
+        updates = list(settings.updates(batch.n_groups, step))
+        for number, (seed, update) in enumerate(updates):
+            self.updates_left = len(updates) - number, len(updates)
             draw_seed = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
             policy.select_tokens(batch, update, keys, int(draw_seed))
             micro = policy.strategy.sharder.cut_update(batch, update, settings.microbatch_tokens)
@@ -249,6 +253,7 @@ class Learner:
             metrics.merge(stats)
             has_moved |= self._skips.count(stats, step)
             self._passes_and_updates += 1
+        self.updates_left = 0, len(updates)
         if has_moved:
             _check_weights(policy.strategy, "optim.lr", step)
 

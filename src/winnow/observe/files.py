@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from winnow.errors import ConfigError, FolderGoneError, TransientError, WinnowError
+from winnow.observe.format import command_line
 
 _PASSING = {
     *(errno.EIO, errno.ESTALE, errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT),
@@ -279,9 +280,10 @@ class RunFolder:
             FolderGoneError: it was deleted, moved or renamed since the run began.
         """
         if not self.path.is_dir():
+            resume = command_line("resume", str(self.path))
             raise FolderGoneError(
                 f"run folder {self.path} was deleted, moved or renamed during the run; restore it "
-                f"and continue from the last checkpoint: winnow resume {self.path}"
+                f"and continue from the last checkpoint: {resume}"
             )
         return self
 

@@ -147,6 +147,8 @@ class ShutdownSignal:
 
     def __init__(self, announces: bool = True) -> None:
         self._announces = announces
+        self.updates_left: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Returns the updates that the step has still to do, and all of it, where it is known."""
         self._signal: int | None = None
         self._reason = ""
         self._end: MachineDeadline | None = None
@@ -253,6 +255,9 @@ class ShutdownSignal:
             raise Stopped(number)
         if self._announces:
             what = "finishing the step" if self._task is None else "dropping open answers"
+            left, updates = self.updates_left()
+            if left:
+                what = f"stopping: {left} of {updates} updates of this step left"
             hint = " (Ctrl-C again ends at once)" if number == signal.SIGINT else ""
             line = f"\nwinnow: {signal.Signals(number).name}: {what}, then saving{hint}\n"
             # Not through the console: a handler may interrupt it halfway through a line.

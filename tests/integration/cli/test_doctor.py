@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.gpu.__main__ import CHECKS
 from packaging.requirements import Requirement
 from tests.sandboxes import (
     block_all,
@@ -28,6 +30,7 @@ from winnow.builders.preflight import has_bfloat16
 from winnow.cli import doctor
 from winnow.cli.doctor import Finding
 from winnow.cli.main import app
+from winnow.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -149,6 +152,27 @@ def test_where_no_run_could_be_written_it_is_a_fault(tmp_path: Path) -> None:
         f"FAULT  runs                 {tmp_path}/file cannot be written: Not a directory\n" in said
     )
     assert said.splitlines()[-1] == "Fix what is marked FAULT (1), then run winnow doctor again."
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_gpu_checks_need_a_gpu_and_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in (["--gpu"], ["--gpu", "runs/first"]):
+        assert isinstance(CliRunner().invoke(app, ["doctor", *words]).exception, ConfigError)
+    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "a" / "b" / "c" / "doctor.py"))
+    with pytest.raises(ConfigError, match="an installed wheel does not contain"):
+        doctor.check_gpu(tmp_path / "report.txt")
+
+
+def test_a_report_of_gpu_checks_holds_their_figures_and_failures(tmp_path: Path) -> None:
+    assert set(doctor._GPU_CHECKS) < CHECKS.keys()
+    report = tmp_path / "report.txt"
+    assert doctor.check_gpu(report, "machine", "head", "--cpu") == 0
+    *lines, last = report.read_text().splitlines()
+    figures = [json.loads(line) for line in lines if line.startswith("{")]
+    assert {each["check"] for each in figures} == {"machine", "head"}
+    assert last == "failed: none of 2 checks"
 
 
 def test_a_torch_that_does_not_load_is_a_fault(tmp_path: Path) -> None:

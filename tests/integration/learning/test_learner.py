@@ -147,6 +147,21 @@ def test_one_update_a_step_takes_no_pass_for_the_old_policy_and_says_so() -> Non
     assert bits(one.policy) != before
 
 
+def test_the_updates_that_are_left_count_down_while_a_step_is_learned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, seen = bench(), list[tuple[int, int]]()
+    usual = made.policy.forward_backward
+
+    def counted(*given: Any) -> Any:
+        seen.append(made.learner.updates_left)
+        return usual(*given)
+
+    monkeypatch.setattr(made.policy, "forward_backward", counted)
+    made.step(recorded_groups(6))
+    assert (seen, made.learner.updates_left) == ([(3, 3), (2, 3), (1, 3)], (0, 3))
+
+
 def test_each_pass_is_made_once_and_timed(start: Path) -> None:
     full = bench(
         start,

@@ -64,6 +64,16 @@ def test_a_deferred_request_waits_for_a_check_and_says_for_what(
     assert capfd.readouterr().err == said
 
 
+def test_a_request_during_updates_says_how_many_are_left(
+    stop: ShutdownSignal, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stop.updates_left = lambda: (3, 16)
+    with stop.deferring():
+        send(signal.SIGTERM)
+    said = "\nwinnow: SIGTERM: stopping: 3 of 16 updates of this step left, then saving\n"
+    assert capfd.readouterr().err == said
+
+
 def test_a_request_from_before_breaks_off_the_next_one(stop: ShutdownSignal) -> None:
     async def go() -> None:
         await stop.interruptible(asyncio.sleep(100))
