@@ -24,6 +24,7 @@ from winnow.dashboard.pages import RunPages
 from winnow.dashboard.service import STATIC, Dashboard
 from winnow.observe.files import RunFolder
 from winnow.observe.rollouts import RolloutGroup
+from winnow.views.diagnosis import RULES
 from winnow.views.doctor import diagnose_run
 
 MakeRun = Callable[[str], RunFolder]
@@ -253,9 +254,11 @@ def test_alarms_are_those_of_the_doctor_while_a_run_grows_and_after_it_was_cut_b
             file.write(json.dumps({"step": step, **flat, "scoring/failed": step}) + "\n")
 
     def told() -> list[Any]:
-        page, (steps, by_doctor) = get(asked, "/api/run/alarms?run=a"), diagnose_run(folder)
+        page, (steps, by_doctor, needs) = get(asked, "/api/run/alarms?run=a"), diagnose_run(folder)
         found = page["findings"]
         assert (page["steps"], found) == (steps, [asdict(each) for each in by_doctor])
+        assert {rule["name"]: rule["need"] for rule in page["rules"] if rule["need"]} == needs
+        assert len(page["rules"]) == len(RULES)
         return [(each["name"], each["first_step"], each["last_step"]) for each in found]
 
     assert told() == []
