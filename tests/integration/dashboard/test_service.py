@@ -89,6 +89,14 @@ def test_usage_over_time_comes_as_columns_without_its_damaged_lines(make_run: Ma
     assert usage == {"time_s": [8, 10], "over_s": [2, 2], "gpu/0/busy": [None, 0.5]}
 
 
+def test_metrics_are_explained_in_the_words_of_the_list(make_run: MakeRun) -> None:
+    names = "actor/clip_low", "actor/clip_high", "no/such", "eval/a/b/pass@1"
+    asked = "&".join(f"names={name}" for name in names)
+    rows = get(client(make_run("a").path), f"/api/words?{asked}")
+    assert [row["name"] for row in rows] == ["actor/clip_{low,high}", "eval/SOURCE/pass@K"]
+    assert rows[0]["healthy"].startswith("above 0 with several updates")
+
+
 def test_settings_that_differ_are_listed_by_their_full_names(make_run: MakeRun) -> None:
     a, b = make_run("a"), make_run("b")
     b.config.write_text(b.config.read_text().replace("0.001", "0.002") + "new: {x: [1, 2]}\n")
