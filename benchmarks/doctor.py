@@ -186,7 +186,7 @@ def train(job: Job, runs: Path) -> float:
 
 def found_in(job: Job, runs: Path) -> set[str]:
     """Name what doctor finds in a run, notes left out."""
-    _, findings = diagnose_run(RunFolder.open(runs / job.name))
+    _, findings, _ = diagnose_run(RunFolder.open(runs / job.name))
     return {finding.name for finding in findings if finding.severity != "note"}
 
 

@@ -48,7 +48,7 @@ export function Account({ runs, words }: { runs: Run[]; words: URLSearchParams }
       </div>
       {curves.error && <Problem>{curves.error}</Problem>}
       {found && <Problems lines={found.problems} />}
-      <Panel title="Tokens generated, by use" unit={all ? `${number(all, 'tokens')} tokens in closed groups${found!.every > 1 ? `; a bar is the mean of ${found!.every} steps` : ''}` : ''}>
+      <Panel title="Tokens generated, by use" figures={['sampling/tokens/trained', 'sampling/tokens/in_progress']} unit={all ? `${number(all, 'tokens')} tokens in closed groups${found!.every > 1 ? `; a bar is the mean of ${found!.every} steps` : ''}` : ''}>
         {account && all > 0
           ? <><Chart option={account} height={210} label="Tokens by use and step" /><Legend items={FATES.map((fate, n) => ({ color: `var(${FATE_COLORS[n]})`, label: `${OUTCOMES[fate][0]} ${number(totals![n] / all, 'share')}` })).filter((_, n) => totals![n] > 0)} /></>
           : <Empty>No step is done yet.</Empty>}
@@ -59,11 +59,11 @@ export function Account({ runs, words }: { runs: Run[]; words: URLSearchParams }
       {there && there.steps.length > 0
         ? (
           <div class="two">
-            <Panel title="Prompts by pass rate" unit="share of a step’s groups">
+            <Panel title="Prompts by pass rate" about={['Prompts of a step by the share of their answers that are right.', 'many lie between 0 and 1: only these teach a policy that is compared with its own answers']} unit="share of a step’s groups">
               {rates && <Chart option={rates} height={210} label="Prompts by pass rate and step" />}
               <Legend items={there.rate_names.map((name, n) => ({ color: rateColor(n), label: n === 0 ? 'none right' : n === there.rate_names.length - 1 ? 'all right' : name }))} />
             </Panel>
-            <Panel title="Length of answers" unit="tokens; stronger: more answers of the step">
+            <Panel title="Length of answers" figures={['length/response/mean', 'length/truncated']} unit="tokens; stronger: more answers of the step">
               {lengths && <Chart option={lengths} height={210} label="Lengths of answers by step" />}
             </Panel>
             <LengthsOfStep spread={there} words={words} />
@@ -171,7 +171,7 @@ function LengthsOfStep({ spread, words }: { spread: Spread; words: URLSearchPara
     return made
   }, [spread, at, theme])
   return (
-    <Panel title="Lengths of one step" unit="share of its answers, by tokens" class="across"
+    <Panel title="Lengths of one step" figures={['length/response/mean', 'length/truncated']} unit="share of its answers, by tokens" class="across"
       side={<StepChoice steps={spread.steps} step={spread.steps[at]} onChange={(step) => change({ step })} />}>
       <Chart option={option} height={170} label="Histogram of lengths" />
       <Legend items={[{ color: 'var(--accent)', label: span(spread, at) }, { color: 'var(--dim)', label: `${span(spread, first)}, for comparison` }]} />

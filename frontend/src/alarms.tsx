@@ -1,6 +1,6 @@
-// What the rules of `winnow doctor` find in a run, each with its evidence and a remedy.
+// What the rules of `winnow doctor` find in a run, and the state of each rule.
 import { query, useData, type Run } from './api'
-import { Empty, Problem, Problems, RunChoice } from './parts'
+import { Empty, Panel, Problem, Problems, RunChoice } from './parts'
 import { link } from './route'
 
 interface Finding {
@@ -13,6 +13,19 @@ interface Finding {
   remedy: string
 }
 
+interface Rule {
+  name: string
+  cause: string
+  /** What it lacks to be checked; null if it is checked. */
+  need: string | null
+}
+interface Data {
+  findings: Finding[]
+  steps: number
+  rules: Rule[]
+  problems: string[]
+}
+
 // Where a finding is seen: groups of the step, or its times; else the curves.
 const FILTERS: Record<string, string> = {
   reward_flat_wrong: 'wrong', filtered: 'wrong', cut_off: 'cut', length_hacking: 'overlong', scoring_fails: 'failed', mismatch: 'mismatch',
@@ -21,7 +34,7 @@ const OF_TIME = ['slow_scoring', 'learner_starves', 'engine_starves', 'stale']
 
 export function Alarms({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
   const run = words.get('run') ?? ''
-  const { data, error } = useData<{ findings: Finding[]; steps: number; too_short: string; problems: string[] }>(query('run/alarms', { run }), [run])
+  const { data, error } = useData<Data>(query('run/alarms', { run }), [run])
   return (
     <div class="page alarms">
       <div class="bar">
@@ -30,8 +43,7 @@ export function Alarms({ runs, words }: { runs: Run[]; words: URLSearchParams })
       </div>
       {error && <Problem>{error}</Problem>}
       {data && <Problems lines={data.problems} />}
-      {data && data.steps > 0 && data.too_short && <p class="dim note">{data.too_short}</p>}
-      {data && !data.findings.length && <Empty>{data.steps ? data.too_short ? 'The other rules of winnow doctor find nothing wrong with this run.' : 'The rules of winnow doctor find nothing wrong with this run.' : 'No step is done yet.'}</Empty>}
+      {data && !data.findings.length && <Empty>{data.steps ? 'No rule of winnow doctor that could be checked finds anything wrong with this run.' : 'No step is done yet.'}</Empty>}
       {data?.findings.map((each) => (
         <section class="panel finding" aria-label={each.name}>
           <header>
@@ -51,6 +63,27 @@ export function Alarms({ runs, words }: { runs: Run[]; words: URLSearchParams })
           </dl>
         </section>
       ))}
+      {data && <Rules {...data} />}
     </div>
+  )
+}
+
+/** All rules with a state each: those that fired, then those that were quiet, then those not checked so far. */
+function Rules({ rules, findings }: Data) {
+  const fired = new Map(findings.map((each) => [each.name, each]))
+  const parts = [rules.filter((each) => fired.has(each.name)), rules.filter((each) => !fired.has(each.name) && !each.need), rules.filter((each) => !fired.has(each.name) && each.need)]
+  return (
+    <Panel title="All rules" unit={`${parts[0].length} fired, ${parts[1].length} quiet, ${parts[2].length} not checked`}>
+      <table class="rules">
+        <thead><tr><th>State</th><th>Rule</th><th>Would mean, or needs</th></tr></thead>
+        <tbody>
+          {parts.flat().map((rule) => {
+            const found = fired.get(rule.name)
+            const [state, sign] = found ? [`fired ${found.severity}`, '✕ fired'] : rule.need ? ['waits', '– not checked'] : ['quiet', '✓ quiet']
+            return <tr class={state}><td>{sign}</td><td>{rule.name.replace(/_/g, ' ')}</td><td>{found?.evidence ?? rule.need ?? rule.cause}</td></tr>
+          })}
+        </tbody>
+      </table>
+    </Panel>
   )
 }

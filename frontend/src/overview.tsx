@@ -192,6 +192,7 @@ function Curve(props: {
     <Panel
       title={spec.title}
       unit={spec.says}
+      figures={spec.id === 'held-out' ? ['eval/SOURCE/pass@1'] : spec.lines.flat()}
       class={isLarge ? 'large' : ''}
       side={
         <>

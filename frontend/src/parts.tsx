@@ -1,7 +1,7 @@
 // Small parts that several pages use.
 import type { ComponentChildren } from 'preact'
 import { useEffect, useState } from 'preact/hooks'
-import { query, type Run } from './api'
+import { query, useData, type Run } from './api'
 import { change } from './route'
 
 export function Problem({ children }: { children: ComponentChildren }) {
@@ -76,8 +76,44 @@ export function Legend({ items }: { items: { color: string; label: string; dashe
   )
 }
 
+interface Words {
+  name: string
+  unit: string
+  meaning: string
+  healthy: string
+}
+
+/** The title of a chart, which on hover, focus or tap says what its metrics are: the words of `winnow metrics`. */
+function Title({ title, figures, about }: { title: string; figures: string[]; about?: [meaning: string, healthy: string] }) {
+  const [isOpen, open] = useState(false)
+  const { data } = useData<Words[]>(isOpen && figures.length ? query('words', { names: figures }) : null, [])
+  const all = about ? [{ name: '', unit: '', meaning: about[0], healthy: about[1] }] : (data ?? [])
+  return (
+    <>
+      <h2 onMouseEnter={() => open(true)} onMouseLeave={() => open(false)}>
+        <button type="button" class="explained" aria-expanded={isOpen} onFocus={() => open(true)} onBlur={() => open(false)} onClick={() => open(true)}
+          onKeyDown={(event) => event.key === 'Escape' && open(false)}>{title}</button>
+      </h2>
+      {isOpen && all.length > 0 && (
+        <div class="words" role="tooltip">
+          {all.map((each) => (
+            <p>
+              {each.name && <code>{each.name}</code>}{each.unit && <span class="dim"> {each.unit}</span>}{each.name && <br />}
+              {each.meaning}
+              {each.healthy && <><br /><b class="good">Healthy:</b> {each.healthy}</>}
+            </p>
+          ))}
+        </div>
+      )}
+    </>
+  )
+}
+
 export function Panel(props: {
   title: string
+  /** Names of the metrics that it shows, which its title explains; `about` of what is no metric. */
+  figures?: string[]
+  about?: [meaning: string, healthy: string]
   unit?: string
   side?: ComponentChildren
   children: ComponentChildren
@@ -86,7 +122,7 @@ export function Panel(props: {
   return (
     <section class={`panel ${props.class ?? ''}`} aria-label={props.title}>
       <header>
-        <h2>{props.title}</h2>
+        {props.figures || props.about ? <Title title={props.title} figures={props.figures ?? []} about={props.about} /> : <h2>{props.title}</h2>}
         {props.unit && <span class="unit">{props.unit}</span>}
         <div class="side">{props.side}</div>
       </header>

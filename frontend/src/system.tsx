@@ -41,7 +41,7 @@ export function System({ runs, words }: { runs: Run[]; words: URLSearchParams })
       {data && <Problems lines={data.problems} />}
       {data && <UsageCharts usage={data.usage} />}
       <div class="two">
-        <Panel title="Highest memory" unit="GiB, so far, by step">
+        <Panel title="Highest memory" figures={['memory/peak_gib', 'ranks/peak_gib']} unit="GiB, so far, by step">
           {option ? <Chart option={option} height={180} label="Memory by step" /> : <Empty>No step is done yet.</Empty>}
         </Panel>
         {data && (

@@ -49,7 +49,7 @@ export function Time({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
       {curves && !steps && <Empty>No step is done yet.</Empty>}
       {option && phases && steps > 0 && (
         <div class="wide-narrow">
-          <Panel title="Time of each step" unit={`${duration(all)} in ${steps} steps${every > 1 ? `; a bar is the mean of ${every}` : ''}`}>
+          <Panel title="Time of each step" figures={['time/step_s']} unit={`${duration(all)} in ${steps} steps${every > 1 ? `; a bar is the mean of ${every}` : ''}`}>
             <Chart option={option} height={Math.max(230, 27 * phases.length + 40)} label="Seconds by phase and step" onClick={(event) => change({ step: Number(event.name) })} />
             <Legend items={phases.filter((each) => each.seconds > 0.002 * all).map((each) => ({ color: `var(${colorOf(each.name)})`, label: say(each.name) }))} />
           </Panel>
@@ -123,7 +123,7 @@ function Timeline({ run, step }: { run: string; step: string | null }) {
   }
   useKeys({ ']': () => go(1), '[': () => go(-1) })
   return (
-    <Panel title="Who waited for whom" unit={data ? `${duration(data.seconds)}; a gap is time in which a part waited` : ''}
+    <Panel title="Who waited for whom" about={['What each part of the run did in a step; a gap is time in which it waited.', 'the part that costs most, engines or learner, has few gaps']} unit={data ? `${duration(data.seconds)}; a gap is time in which a part waited` : ''}
       side={data && <StepChoice steps={data.steps} step={data.step} onChange={(next) => change({ step: next })} />}>
       {error && <Problem>{error}</Problem>}
       {option && tracks.length > 0

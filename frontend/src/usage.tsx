@@ -11,6 +11,7 @@ interface Spec {
   title: string
   says: string
   unit: Unit
+  about: [meaning: string, healthy: string]
   /** Names of the lines that are drawn: a pattern whose group is what a line is called. */
   lines: RegExp
   /** The end of the vertical axis, where it is not that of the data. */
@@ -18,14 +19,14 @@ interface Spec {
 }
 
 const SPECS: Spec[] = [
-  { title: 'CPU by role', says: '100 % = one core', unit: 'share', lines: /^role\/(.+)\/cores$/ },
-  { title: 'Memory by role', says: 'GiB, resident', unit: 'gib', lines: /^role\/(.+)\/gib$/ },
-  { title: 'Processes by role', says: 'number', unit: 'count', lines: /^role\/(.+)\/processes$/ },
-  { title: 'CPU of the machine', says: 'share of all cores', unit: 'share', lines: /^(machine)\/cpu$/, most: 1 },
-  { title: 'Memory of the machine', says: 'GiB in use', unit: 'gib', lines: /^(machine)\/gib$/ },
-  { title: 'Network of the machine', says: 'MiB a second, without loopback', unit: 'plain', lines: /^network\/(.+)_mib_per_s$/ },
-  { title: 'GPU utilisation', says: 'share of the time', unit: 'share', lines: /^(gpu\/\d+)\/busy$/, most: 1 },
-  { title: 'GPU memory', says: 'GiB in use', unit: 'gib', lines: /^(gpu\/\d+)\/gib$/ },
+  { title: 'CPU by role', about: ['Cores that the processes of a role keep busy, with all that they start.', 'the role that the step waits for is busy; the learner uses run.threads cores'], says: '100 % = one core', unit: 'share', lines: /^role\/(.+)\/cores$/ },
+  { title: 'Memory by role', about: ['Resident memory of a role’s processes; a page that several share counts in each.', 'steady after the first steps; a rise that goes on is a leak'], says: 'GiB, resident', unit: 'gib', lines: /^role\/(.+)\/gib$/ },
+  { title: 'Processes by role', about: ['Processes of a role that are alive.', 'steady; sandboxed programs come and go'], says: 'number', unit: 'count', lines: /^role\/(.+)\/processes$/ },
+  { title: 'CPU of the machine', about: ['Busy share of all cores, by whatever runs on the machine.', 'near that of the roles; more means that others use the machine'], says: 'share of all cores', unit: 'share', lines: /^(machine)\/cpu$/, most: 1 },
+  { title: 'Memory of the machine', about: ['Memory that is not available, of all that runs on the machine.', 'well below the machine’s memory'], says: 'GiB in use', unit: 'gib', lines: /^(machine)\/gib$/ },
+  { title: 'Network of the machine', about: ['Traffic of all interfaces but loopback.', 'low with local processes; bursts when models are fetched or weights and checkpoints are sent'], says: 'MiB a second, without loopback', unit: 'plain', lines: /^network\/(.+)_mib_per_s$/ },
+  { title: 'GPU utilisation', about: ['Share of the time in which a GPU worked, as its driver reports it.', 'high while its role works; engines and learner on one GPU take turns'], says: 'share of the time', unit: 'share', lines: /^(gpu\/\d+)\/busy$/, most: 1 },
+  { title: 'GPU memory', about: ['Memory of a GPU that is in use, by whatever process.', 'steady after the first steps, below its limit'], says: 'GiB in use', unit: 'gib', lines: /^(gpu\/\d+)\/gib$/ },
 ]
 
 export function UsageCharts({ usage }: { usage: Usage }) {
@@ -35,7 +36,7 @@ export function UsageCharts({ usage }: { usage: Usage }) {
   return (
     <div class="curves">
       {drawn.filter((each) => each.names.length).map(({ spec, names, option }) => (
-        <Panel title={spec.title} unit={spec.says}>
+        <Panel title={spec.title} unit={spec.says} about={spec.about}>
           <Chart option={option} height={148} label={`${spec.title} over time`} />
           {names.length > 1 && <Legend items={names.map((label, n) => ({ color: `var(${RUN_COLORS[n]})`, label }))} />}
         </Panel>

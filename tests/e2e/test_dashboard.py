@@ -263,6 +263,20 @@ def test_answers_are_reached_by_clicks_and_keys_and_by_their_address(look: Watch
     page.get_by_role("heading", name="Who waited for whom").wait_for()
 
 
+def test_titles_of_charts_explain_them_to_mouse_and_keyboard(look: Watched) -> None:
+    page = look.open("overview?runs=tiny")
+    title = page.get_by_role("button", name="Entropy", exact=True)
+    title.hover()
+    words = page.get_by_role("tooltip")
+    expect(words).to_contain_text("Healthy: falls slowly while accuracy rises")
+    page.mouse.move(0, 0)
+    expect(words).to_have_count(0)
+    page.get_by_role("button", name="Gradient norm", exact=True).focus()
+    expect(words).to_contain_text("gradient norm before clipping")
+    page.keyboard.press("Escape")
+    expect(words).to_have_count(0)
+
+
 def test_tokens_show_their_numbers_and_special_ones_are_marked(look: Watched) -> None:
     page = look.open("answers?run=tiny&step=1")
     page.locator(".groups tr:has(.fate.trained):not(:has(.dim))").first.click()

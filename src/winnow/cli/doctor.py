@@ -136,19 +136,22 @@ def print_diagnosis(run: str, as_json: bool) -> bool:
         WinnowError: there is no such run, or its record is damaged.
     """
     from winnow.observe.files import RunFolder
-    from winnow.views.diagnosis import skipped_rules_note
+    from winnow.observe.metrics import grouped
+    from winnow.views.diagnosis import RULES
     from winnow.views.doctor import diagnose_run
 
     folder = RunFolder.open(run)
-    steps, findings = diagnose_run(folder)
+    steps, findings, needs = diagnose_run(folder)
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         typer.echo(
             f"{printable(str(folder.path))}: {steps} steps, {len(findings) or 'nothing'} found"
         )
-        if short := skipped_rules_note(steps):
-            typer.echo(short)
+        if needs:
+            typer.echo(f"{len(needs)} of {len(RULES)} rules could not be checked:")
+        for need, names in grouped((need, name) for name, need in needs.items()).items():
+            typer.echo(f"  {', '.join(names)}: {need}")
         for each in findings:
             typer.echo(
                 f"\n{each.severity}: {each.name}, steps {each.first_step} to {each.last_step}"

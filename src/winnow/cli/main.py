@@ -309,7 +309,7 @@ def metrics(
     part: Annotated[str, Argument(help="Prefix such as actor, or verl's name of a metric.")] = "",
     markdown: Annotated[bool, Option("--markdown", help="Print docs/metrics.md.")] = False,
 ) -> None:
-    """List every metric that a run records: unit, meaning, and verl's name for it."""
+    """List every metric that a run records: unit, meaning, healthy values, and verl's name."""
     from winnow.observe.metric_names import list_metrics, metrics_markdown
 
     if markdown:
@@ -325,6 +325,8 @@ def metrics(
     for row in rows:
         unit, verl = f" [{row.unit}]" if row.unit else "", f"; verl: {row.verl}" if row.verl else ""
         typer.echo(f"{row.name}{unit}\n    {row.meaning}{verl}")
+        if row.healthy:
+            typer.echo(f"    healthy: {row.healthy}")
 
 
 @app.command(no_args_is_help=True)

@@ -39,7 +39,7 @@ from winnow.observe import metrics
 from winnow.observe.files import TOKENIZER, USAGE, one_line
 from winnow.observe.jsonl import METRICS_FILE, evaluations
 from winnow.observe.rollouts import IMAGES
-from winnow.views.diagnosis import Diagnosis, skipped_rules_note
+from winnow.views.diagnosis import RULES, Diagnosis
 from winnow.views.doctor import ROLLOUT_COLUMNS, findings_with_answers
 
 KINDS = {"training": "rollouts", "held_out": "eval"}
@@ -291,7 +291,8 @@ class RunPages:
             return {"step": step, "steps": steps, **self._timeline.window(step)}
 
     def alarms(self) -> dict[str, Any]:
-        """Return what the rules of `winnow doctor` find, and the last step they looked at.
+        """Return what the rules of `winnow doctor` find, all rules with what those need that are
+        not checked so far, and the last step they looked at.
 
         Raises:
             UnreadableError: a file is damaged.
@@ -311,10 +312,14 @@ class RunPages:
             for step, record in columns.records(diagnosis.records):
                 diagnosis.add(step, record)
             findings = findings_with_answers(diagnosis, steps, newest, read_rows)
+            needs = diagnosis.unmet_needs()
         return {
             "findings": [asdict(each) for each in findings],
             "steps": steps,
-            "too_short": skipped_rules_note(steps),
+            "rules": [
+                {"name": each.name, "cause": each.cause, "need": needs.get(each.name)}
+                for each in RULES
+            ],
             "problems": columns.problems,
         }
 

@@ -2,6 +2,7 @@
 
     GET /                       the front end
     GET /api/runs               and series, names, difference, comparison: about several runs
+    GET /api/words?names=NAME   what metrics mean, as `winnow metrics` prints it
     GET /api/run/PAGE?run=NAME  steps, groups, search, group, prompt, spread, timeline,
                                 system, alarms
     GET /api/run/image?run=NAME an image of its answers (`name`), as the run stored it
@@ -39,6 +40,7 @@ from winnow.dashboard.runs import RunNotFoundError, RunSet
 from winnow.errors import WinnowError
 from winnow.http.service import connection_limit, has_token, is_local_host_header
 from winnow.observe.gpus import GPU_NAMES
+from winnow.observe.metric_names import find_metric
 
 STATIC = Path(__file__).with_name("static")
 _COOKIE = "winnow-token"
@@ -91,6 +93,11 @@ class Dashboard:
             "names": lambda ask: sorted(
                 {name for run in pages.select(ask.names("runs")) for name in run.columns().names}
             ),
+            "words": lambda ask: [
+                row._asdict()
+                for row in dict.fromkeys(map(find_metric, ask.names("names")))
+                if row is not None
+            ],
             "gpus": lambda ask: GPU_NAMES,
             "difference": lambda ask: pages.compare_settings(*pair(ask)),
             "comparison": lambda ask: pages.compare_answers(*pair(ask), ask.optional("step")),

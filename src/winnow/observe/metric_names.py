@@ -1,4 +1,5 @@
-"""Every figure of a run: name, unit, meaning, and the name that verl's users know it by.
+"""Every figure of a run: name, unit, meaning, healthy values, and the name that verl's users know
+it by.
 
 metric_names.md is the list: `winnow metrics` prints it, and docs/metrics.md is a copy. In a name
 `{a,b}` stands for either, and a word in capitals for what it says: SOURCE a data source (which may
@@ -23,6 +24,8 @@ class Metric(NamedTuple):
     unit: str
     """Empty for numbers without one."""
     meaning: str
+    healthy: str
+    """How it is in a run that learns; empty where that cannot be said."""
     verl: str
     """Its nearest relative in verl; empty where there is none."""
 

@@ -76,6 +76,8 @@ class RunHistory:
         """Values that each figure has had."""
         self.not_finite = Counter[str]()
         """Steps in which each figure was NaN or infinite."""
+        self.steps = 0
+        """The last step that was added."""
         self.held_out: list[tuple[float, float]] = []
         """Accuracy of each evaluation, and its standard error."""
 
@@ -141,6 +143,24 @@ class Rule(NamedTuple):
     remedy: str
     steps: int = WINDOW
     """Steps before the rule can fire, except in extreme cases."""
+    figure: str = ""
+    """The figure that so many of them must have; empty: any run has what the rule looks at."""
+    recorded_by: str = ""
+    """What records it."""
+    evaluations: int = 0
+    """Evaluations before the rule can fire."""
+
+    def unmet_need(self, run: RunHistory) -> str | None:
+        """Return what a run lacks for the rule to be checked; None if it is."""
+        count = run.seen[self.figure] if self.figure else run.steps
+        if run.steps >= self.steps and not count:
+            return f"needs {self.figure}, which {self.recorded_by or 'this run lacks'}"
+        if count < self.steps:
+            return f"needs {self.steps} step{'s' * (self.steps > 1)}; {count} so far"
+        if len(run.held_out) < self.evaluations:
+            counts = f"{self.evaluations} evaluations (evaluation.every); {len(run.held_out)}"
+            return f"needs {counts} so far"
+        return None
 
 
 def _is_falling(shares: Sequence[float], trials: float) -> bool:
@@ -376,6 +396,9 @@ def _wait_check(figure: str, event: str) -> Check:
     return check
 
 
+_OF_TOOLS = "runs with tools record (environment=tools)"
+_OF_ASYNC = "runs that sample while they learn record (trainer/mode)"
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule("reward_flat_wrong", "critical", _flat_check(False),
@@ -397,69 +420,82 @@ RULES: tuple[Rule, ...] = (
     Rule("cut_off", "warning", _check_cut_off,
          "answers exceed the limit, or the model emits no end token",
          "raise rollout.max_response_tokens; if answers loop, penalise length "
-         "(reward.overlong.enabled=true) and check for a missing end token (rollout.stop)"),
+         "(reward.overlong.enabled=true) and check for a missing end token (rollout.stop)",
+         figure="length/truncated"),
     Rule("entropy_collapse", "warning", _check_entropy_collapse,
          "the policy repeats the same answers, so groups carry less and less signal",
          "raise algorithm.policy_loss.clip_high (0.28 in DAPO), lower optim.lr, or set "
-         "algorithm.entropy_coef to a small positive number", _ENOUGH),
+         "algorithm.entropy_coef to a small positive number", _ENOUGH, "actor/entropy"),
     Rule("entropy_blow_up", "warning", _check_entropy_blow_up,
          "the policy diverges: updates are too large, or the entropy bonus is too high",
-         "lower optim.lr and algorithm.entropy_coef, or set algorithm/kl/loss=fixed", 6),
+         "lower optim.lr and algorithm.entropy_coef, or set algorithm/kl/loss=fixed", 6,
+         "actor/entropy"),
     Rule("clip_never", "warning", _check_clip_never,
          "updates are so small that the policy hardly changes",
          "raise optim.lr; check optim.grad_clip, and that rewards differ within groups",
-         _ENOUGH),
+         _ENOUGH, "actor/approx_kl"),
     Rule("clip_often", "warning", _check_clip_often,
          "updates are too large for the clip range: most of the gradient is discarded",
-         "lower optim.lr or trainer.epochs, or raise trainer.mini_batch_groups"),
+         "lower optim.lr or trainer.epochs, or raise trainer.mini_batch_groups",
+         figure="actor/approx_kl"),
     Rule("gradient_spikes", "warning", _check_gradient_spikes,
          "reward outliers without normalisation, or a learning rate that is too high",
-         "bound the reward, set algorithm.advantage.std_normalization=group, lower optim.lr", 6),
+         "bound the reward, set algorithm.advantage.std_normalization=group, lower optim.lr", 6,
+         "actor/grad_norm"),
     Rule("length_hacking", "critical", _check_length_hacking,
          "the reward or the loss favours long answers",
          "remove length from the score, set reward.overlong.enabled=true, try another "
-         "algorithm.aggregation", _ENOUGH),
+         "algorithm.aggregation", _ENOUGH, evaluations=3),
     Rule("reward_hacking", "critical", _check_reward_hacking,
          "the reward favours something other than correct answers, or prompts are memorised",
          "read the answers with the highest reward; change the weights of its parts "
          "(reward.weights.task), or add prompts if the data was repeated often (data/epoch)",
-         _ENOUGH),
+         _ENOUGH, evaluations=3),
     Rule("no_calls", "warning", _check_no_calls,
          "the prompt does not show the tools, the model was never taught to call them, or its "
          "calls are written in another form than the one that is read",
          "read answers with `winnow rollouts RUN`; if they have calls, set environment.calls to "
          "their form, else check that the chat template shows the tools (data.chat_template), or "
-         "begin with a model that calls them, such as one of an SFT on examples"),
+         "begin with a model that calls them, such as one of an SFT on examples",
+         figure="environment/calls", recorded_by=_OF_TOOLS),
     Rule("calls_malformed", "warning", _check_malformed,
          "the model writes calls in another form than the one that is read, or broken JSON",
          "read the turns with malformed calls with `winnow rollouts RUN`; set environment.calls to "
          "the form that the model writes, lower rollout.temperature, or begin with a model that "
-         "was taught the form"),
+         "was taught the form",
+         figure="environment/malformed", recorded_by=_OF_TOOLS),
     Rule("environment_faults", "warning", _check_faults,
          "the environment raises, or exceeds its time or memory",
          "read the faults in the log, then fix the environment, or raise environment.timeout_s or "
-         "environment.memory_mb", 1),
+         "environment.memory_mb", 1,
+         "environment/faults", "runs with an environment record"),
     Rule("not_comparable", "critical", _check_not_comparable,
          "log-probs of the engine or the trainer are not finite: weights or logits are NaN or "
          "infinite",
          "run `winnow check-engine`; resume from a checkpoint before these steps with a lower "
-         "optim.lr or another model.dtype", 1),
+         "optim.lr or another model.dtype", 1,
+         "mismatch/abs_delta"),
     Rule("mismatch", "warning", _check_mismatch,
          "the engine samples from another policy: precision, kernels, top-p/top-k, stale weights",
          "set rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0, run `winnow check-engine`, or "
-         "correct for it: algorithm/correction/weight=truncated"),
+         "correct for it: algorithm/correction/weight=truncated",
+         figure="mismatch/abs_delta"),
     Rule("stale", "warning", _check_stale,
          "answers wait too long before they are trained on",
-         "lower sampling.lookahead and sampling.max_staleness, or rollout.engine.slots"),
+         "lower sampling.lookahead and sampling.max_staleness, or rollout.engine.slots",
+         figure="sampling/staleness/mean"),
     Rule("slow_scoring", "warning", _check_slow_scoring,
          "scoring takes longer than generation",
-         "raise reward.workers or reward.processes, lower reward.timeout_s, speed up the scorers"),
+         "raise reward.workers or reward.processes, lower reward.timeout_s, speed up the scorers",
+         figure="scoring/busy_s"),
     Rule("learner_starves", "note", _wait_check("time/wait_s", "the learner waited for groups"),
          "groups are generated more slowly than they are learnt",
-         "raise rollout.engine.processes, rollout.engine.slots or sampling.lookahead"),
+         "raise rollout.engine.processes, rollout.engine.slots or sampling.lookahead",
+         figure="time/wait_s", recorded_by=_OF_ASYNC),
     Rule("engine_starves", "note", _wait_check("overlap/engines_wait_s", "engines were idle"),
          "groups are generated faster than they are learnt",
-         "raise trainer.strategy.ranks, trainer.microbatch_tokens or sampling.max_staleness"),
+         "raise trainer.strategy.ranks, trainer.microbatch_tokens or sampling.max_staleness",
+         figure="overlap/engines_wait_s", recorded_by=_OF_ASYNC),
 )
 # fmt: on
 _ORDER = ("critical", "warning", "note")
@@ -484,14 +520,15 @@ class Diagnosis:
     def add(self, step: int, record: Record) -> list[RunFinding]:
         """Check the rules after another step; returns findings that are new."""
         self._history.add(record)
+        self._history.steps = step
         self.records += 1
         new = []
         for rule in RULES:
             if (evidence := rule.check(self._history)) is None:
                 continue
-            name, severity, _, cause, remedy, _ = rule
+            name, texts = rule.name, (evidence, rule.cause, rule.remedy)
             first = self._cases[name].first_step if name in self._cases else step
-            finding = RunFinding(name, severity, first, step, evidence, cause, remedy)
+            finding = RunFinding(name, rule.severity, first, step, *texts)
             new += [] if name in self._cases else [finding]
             self._cases[name] = finding
         return new
@@ -500,13 +537,10 @@ class Diagnosis:
         """Return all findings, the most severe first."""
         return sorted(self._cases.values(), key=lambda f: (_ORDER.index(f.severity), f.first_step))
 
-
-def skipped_rules_note(steps: int) -> str:
-    """Describe the rules that need more steps than the run has; empty if none do."""
-    names = metrics.grouped((rule.steps, rule.name) for rule in RULES if rule.steps > steps)
-    count = sum(map(len, names.values()))
-    needs = "; ".join(f"{', '.join(names[need])} need {need}" for need in sorted(names))
-    return f"{steps} steps: too few for {count} of {len(RULES)} rules ({needs})" if count else ""
+    def unmet_needs(self) -> dict[str, str]:
+        """Return what each rule that could not be checked so far needs, by the rule's name."""
+        needs = ((rule.name, rule.unmet_need(self._history)) for rule in RULES)
+        return {name: need for name, need in needs if need and name not in self._cases}
 
 
 def remedy_of(name: str) -> str:

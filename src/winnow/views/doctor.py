@@ -72,11 +72,11 @@ class LiveDiagnosis(Sink):
             log.warning("%s (no findings)", error)
 
 
-def diagnose_run(folder: RunFolder) -> tuple[int, list[RunFinding]]:
+def diagnose_run(folder: RunFolder) -> tuple[int, list[RunFinding], dict[str, str]]:
     """Diagnose a run from metrics.jsonl, config.yaml and its newest rollouts.
 
     Returns:
-        The number of its steps, and the findings.
+        The number of its steps, the findings, and what each rule needs that is not checked so far.
 
     Raises:
         WinnowError: a file of the record is damaged.
@@ -88,7 +88,8 @@ def diagnose_run(folder: RunFolder) -> tuple[int, list[RunFinding]]:
     files = list_step_files(folder.rollouts)
     rows = read_rollouts(files[-1][1]).select(ROLLOUT_COLUMNS).to_pylist() if files else []
     newest = files[-1][0] if files else 0
-    return steps, findings_with_answers(diagnosis, steps, newest, lambda: rows)
+    findings = findings_with_answers(diagnosis, steps, newest, lambda: rows)
+    return steps, findings, diagnosis.unmet_needs()
 
 
 def findings_with_answers(

@@ -24,6 +24,7 @@ from winnow.dashboard.metrics_columns import MetricsColumns
 from winnow.dashboard.service import STATIC, Dashboard
 from winnow.observe.files import RunFolder
 from winnow.observe.rollouts import RolloutGroup
+from winnow.views.diagnosis import RULES
 from winnow.views.doctor import diagnose_run
 
 MakeRun = Callable[[str], RunFolder]
@@ -86,6 +87,14 @@ def test_usage_over_time_comes_as_columns_without_its_damaged_lines(make_run: Ma
     folder.usage.write_text("\n".join(lines))
     usage = get(client(folder.path), "/api/run/system?run=a")["usage"]
     assert usage == {"time_s": [8, 10], "over_s": [2, 2], "gpu/0/busy": [None, 0.5]}
+
+
+def test_metrics_are_explained_in_the_words_of_the_list(make_run: MakeRun) -> None:
+    names = "actor/clip_low", "actor/clip_high", "no/such", "eval/a/b/pass@1"
+    asked = "&".join(f"names={name}" for name in names)
+    rows = get(client(make_run("a").path), f"/api/words?{asked}")
+    assert [row["name"] for row in rows] == ["actor/clip_{low,high}", "eval/SOURCE/pass@K"]
+    assert rows[0]["healthy"].startswith("above 0 with several updates")
 
 
 def test_settings_that_differ_are_listed_by_their_full_names(make_run: MakeRun) -> None:
@@ -255,9 +264,11 @@ def test_alarms_are_those_of_the_doctor_while_a_run_grows_and_after_it_was_cut_b
             file.write(json.dumps({"step": step, **flat, "scoring/failed": step}) + "\n")
 
     def told() -> list[Any]:
-        page, (steps, by_doctor) = get(asked, "/api/run/alarms?run=a"), diagnose_run(folder)
+        page, (steps, by_doctor, needs) = get(asked, "/api/run/alarms?run=a"), diagnose_run(folder)
         found = page["findings"]
         assert (page["steps"], found) == (steps, [asdict(each) for each in by_doctor])
+        assert {rule["name"]: rule["need"] for rule in page["rules"] if rule["need"]} == needs
+        assert len(page["rules"]) == len(RULES)
         return [(each["name"], each["first_step"], each["last_step"]) for each in found]
 
     assert told() == []

@@ -70,3 +70,11 @@ def test_the_command_lists_the_figures_of_a_part(tmp_path: Path) -> None:
     assert in_this_process("metrics", "lenght", folder=tmp_path).err.startswith(
         "winnow: no metric starts with 'lenght'; prefixes: score, "
     )
+
+
+def test_what_is_healthy_stands_in_the_list_beside_the_meaning() -> None:
+    row = find_metric("actor/entropy")
+    assert row is not None
+    assert row.unit == "nats"
+    assert row.healthy.startswith("falls slowly while accuracy rises")
+    assert sum(bool(each.healthy) for each in list_metrics()) > 30

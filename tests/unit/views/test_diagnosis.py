@@ -21,7 +21,7 @@ from winnow.observe.jsonl import MetricsLog
 from winnow.observe.metric_names import find_metric
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
 from winnow.observe.sinks import RunInfo
-from winnow.views.diagnosis import RULES, Diagnosis, RunFinding, skipped_rules_note
+from winnow.views.diagnosis import RULES, Diagnosis, RunFinding
 from winnow.views.doctor import LiveDiagnosis, describe_wrong_answers, diagnose_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -296,13 +296,17 @@ def test_a_run_that_is_dead_from_its_first_step_says_so_at_once(steps: int) -> N
 
 
 def test_rules_say_how_many_steps_they_need() -> None:
-    assert skipped_rules_note(6) == (
-        f"6 steps: too few for 4 of {len(RULES)} rules (entropy_collapse, clip_never, "
-        "length_hacking, reward_hacking need 10)"
-    )
-    assert " need 5; entropy_blow_up, gradient_spikes need 6; " in skipped_rules_note(4)
-    assert skipped_rules_note(10) == ""
-    assert "not_comparable" not in skipped_rules_note(1)
+    def needs(steps: int) -> dict[str, str]:
+        records = ({"step": n, **healthy(n)} for n in range(1, steps + 1))
+        return Diagnosis(SETTINGS, records).unmet_needs()
+
+    assert needs(0)["cut_off"] == "needs 5 steps; 0 so far"
+    assert needs(4)["entropy_blow_up"] == "needs 6 steps; 4 so far"
+    assert needs(9)["reward_hacking"] == "needs 10 steps; 9 so far"
+    late = needs(10)
+    assert "entropy_collapse" not in late
+    assert late["reward_hacking"] == "needs 3 evaluations (evaluation.every); 2 so far"
+    assert late["no_calls"].startswith("needs environment/calls, which runs with tools record")
     assert names(lambda step: {"mismatch/abs_delta": math.nan}, steps=1) == ["not_comparable"]
     extreme = {"reward_flat_wrong", "reward_flat_right", "filtered", "cut_off", "clip_often",
                "gradient_spikes", "scoring_fails", "environment_faults"}  # fmt: skip
@@ -462,7 +466,7 @@ def test_a_folder_that_refuses_the_file_costs_the_run_nothing(folder: RunFolder)
 def test_a_run_without_a_step_is_diagnosed_by_its_answers(
     folder: RunFolder, make_group: Callable[..., Any]
 ) -> None:
-    assert diagnose_run(folder) == (0, [])
+    assert diagnose_run(folder)[:2] == (0, [])
     MetricsLog(folder.metrics).log(0, {EVALUATION: 0.0})
     # All of them say 10, one token each, and none is right.
     groups = [
@@ -477,7 +481,7 @@ def test_a_run_without_a_step_is_diagnosed_by_its_answers(
         text_groups=range(4),
         decode=lambda ids: "so #1359",
     )
-    steps, (finding,) = diagnose_run(folder)
+    steps, (finding,), _ = diagnose_run(folder)
     assert steps == 0
     assert (finding.name, finding.first_step) == ("filtered", 1)
     assert "4 all wrong" in finding.evidence
