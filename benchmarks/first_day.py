@@ -2,9 +2,10 @@
 
     python benchmarks/first_day.py [--out benchmarks/results/first_day.md]
 
-Every command is started as the shell starts it, in a folder of its own that begins empty. A command
-that ends with another exit code than it should ends the script. Trainings are cut short: what is
-measured is how long one waits for each answer of the program, not learning.
+Every command is started as the shell starts it, in a folder of its own that begins empty, with the
+programs of the environment that runs this: `.ci/run` does so with one that the wheel was installed
+into. A command that ends with another exit code than it should ends the script. Trainings are cut
+short: what is measured is how long one waits for each answer of the program, not learning.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ ACTIONS = (
     ),
     Action(
         "three seeds",
-        f"winnow train quickstart run.seed=1,2,3 trainer.steps=3 {SMALL} --multirun",
+        f"winnow train quickstart run.seed=1,2,3 trainer.steps=3 warm_start.steps=100 {SMALL} --multirun",
     ),
     Action(
         "imitate demonstrations first",
@@ -164,6 +165,7 @@ ACTIONS = (
         "observe.console=plain",
     ),
     Action("a folder of my own", "winnow init mine"),
+    Action("which does what its test says", "python mine/test_reward.py"),
 )
 
 
@@ -172,6 +174,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    # A shell's background job ignores Ctrl-C, and so would what it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="first-day-") as folder:
         day = Day(Path(folder))
         (day.folder / "short.py").write_text(REWARD)

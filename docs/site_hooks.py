@@ -1,16 +1,19 @@
-"""Hooks of mkdocs: the page of all settings, made from the code, and links out of the site."""
+"""Hooks of mkdocs: the page of settings, made from the code; formulas; links out of the site."""
 
 from __future__ import annotations
 
 import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _WIDE = (
     *("coming_from.md", "metrics.md", "bad_input.md", "answers.md", "algorithms.md"),
     "support.md",
@@ -50,8 +53,10 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the page of settings."""
+    """Add the page of settings, and the dashboard's icon."""
     files.append(File.generated(config, "settings.md", content=settings_page()))
+    icon = ROOT / "frontend" / "public" / "icon.svg"
+    files.append(File.generated(config, icon.name, abs_src_path=str(icon)))
     return files
 
 
@@ -67,3 +72,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"{text} in the repository" + ")" * (link[1] != link[2])
 
     return _OUTSIDE.sub(named, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Write formulas as MathML, which browsers lay out without a script or a font of ours."""
+
+    def mathml(formula: re.Match[str]) -> str:
+        return convert(unescape(formula[2]), "block" if formula[1] == "div" else "inline")
+
+    return _FORMULA.sub(mathml, html)

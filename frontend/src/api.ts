@@ -37,6 +37,8 @@ export interface Curves {
   every: number
   /** Sums, means or extremes over the lines of a point, by what the figure is. */
   values: Record<string, Values>
+  /** The least and the largest line of each point in their order, of figures where these differ. */
+  extremes: Record<string, [Values, Values]>
   /** Sums over all lines, of figures that can be summed. */
   totals: Record<string, number | null>
   problems: string[]
@@ -227,7 +229,7 @@ export function useData<T>(url: string | null, runs: string[] | null): Loaded<T>
   }
 }
 
-async function load<T>(url: string, signal: AbortSignal): Promise<T> {
+export async function load<T>(url: string, signal?: AbortSignal): Promise<T> {
   const answer = await ask(url, { signal })
   return (await answer.json()) as T
 }

@@ -1,6 +1,6 @@
 // Runs side by side: curves, differences of settings, and the comparison of two.
 import { useMemo, useRef, useState } from 'preact/hooks'
-import { ofStep, query, useData, type Curves, type Run } from './api'
+import { load, ofStep, query, useData, type Curves, type Run } from './api'
 import { along, axes, Chart, color, pointer, RUN_COLORS, save, savePicture, tip, upward, useTheme, type Option } from './chart'
 import { middle, number, type Unit } from './format'
 import { Choice, Empty, Legend, Panel, Problem, Problems } from './parts'
@@ -35,7 +35,10 @@ const SPECS: Spec[] = [
 const X = { step: 'step', tokens: 'tokens generated', time: 'time' } as const
 type XName = keyof typeof X
 const X_UNITS: Record<XName, Unit> = { step: 'count', tokens: 'tokens', time: 'seconds' }
-const ASKED = ['eval/*', ...new Set(SPECS.flatMap((each) => each.lines.flat()))]
+const namesOf = (spec: Spec) => (spec.id === 'held-out' ? ['eval/*'] : spec.lines.flat())
+const FEW = 250
+/** Points of a large chart, of all its runs together. */
+const MANY = 30_000
 
 interface Line {
   run: string
@@ -44,11 +47,13 @@ interface Line {
   dashed: boolean
   marks: boolean
   points: Point[]
+  /** What is drawn: no spike is lost where steps share a point. */
+  drawn: [number, number][]
   /** Half of the interval at each point, where the line is the mean of several runs. */
   halves?: number[]
 }
 /** Runs that are one line. */
-interface Drawn {
+interface Entry {
   label: string
   color: string
   names: string[]
@@ -56,23 +61,25 @@ interface Drawn {
 /** Lines that a tooltip names: those nearest to the pointer. */
 const NAMED = 8
 
-/** Exponential moving average over about a share `by` of the points, its weights normalised from the first on. */
-function smooth(points: Line['points'], by: number): Line['points'] {
-  const decay = 1 - 1 / Math.max(by * points.length, 1)
+/** Exponential moving average over about a share `by` of the steps, its weights normalised from the first on. */
+function smooth(points: Point[], by: number): [number, number][] {
+  const decay = 1 - 1 / Math.max(by * points.reduce((sum, point) => sum + point[3], 0), 1)
   let sum = 0
   let weight = 0
-  return points.map(([x, y, step]) => {
-    sum = decay * sum + y
-    weight = decay * weight + 1
-    return [x, sum / weight, step]
+  return points.map(([x, y, , rows]) => {
+    const kept = decay ** rows
+    sum = kept * sum + (1 - kept) * y
+    weight = kept * weight + (1 - kept)
+    return [x, sum / weight]
   })
 }
 
 function pointsOf(curves: Curves, name: string, x: XName): Point[] {
   const xs = x === 'step' ? curves.step : x === 'tokens' ? curves.tokens : curves.time_s
+  const [first, second] = curves.extremes[name] ?? []
   const found: Point[] = []
   ofStep(curves, name).forEach((value, row) => {
-    if (value !== null) found.push([xs[row], value, curves.step[row]])
+    if (value !== null) found.push([xs[row], value, curves.step[row], curves.rows[row], first?.[row] ?? value, second?.[row] ?? value])
   })
   return found
 }
@@ -87,15 +94,16 @@ function heldOut(curves: Curves): [string, string][] {
   return [...bySource]
 }
 
-function linesOf(spec: Spec, all: Record<string, Curves>, drawn: Drawn[], x: XName, by: number): Line[] {
+function linesOf(spec: Spec, all: Record<string, Curves>, entries: Entry[], x: XName, by: number): Line[] {
   const found: Line[] = []
-  for (const each of drawn) {
+  for (const each of entries) {
     const curves = each.names.flatMap((name) => all[name] ?? [])
     const add = (name: string, label: string, dashed: boolean, marks: boolean) => {
       const traces = curves.map((one) => pointsOf(one, name, x)).filter((points) => points.length)
       const smoothed = () => (marks || by === 0 ? traces : traces.map((points) => smooth(points, by)))
-      const drawnPoints = traces.length > 1 ? average(smoothed(), x === 'step') : { points: traces[0] ?? [] }
-      found.push({ run: each.label, name: label, dashed, marks, color: color(each.color), ...drawnPoints })
+      const mean = traces.length > 1 ? average(smoothed(), x === 'step') : { points: traces[0] ?? [] }
+      const drawn = mean.points.flatMap(([at, , , , a, b]): [number, number][] => (a === b ? [[at, a]] : [[at, a], [at, b]]))
+      found.push({ run: each.label, name: label, dashed, marks, color: color(each.color), ...mean, drawn })
     }
     if (spec.id === 'held-out') {
       const sources = [...new Map(curves.flatMap(heldOut))]
@@ -112,17 +120,17 @@ function linesOf(spec: Spec, all: Record<string, Curves>, drawn: Drawn[], x: XNa
 /** The least and the largest value of the lines between two places of the horizontal axis; bands may add half of their distance. */
 function rangeOf(lines: Line[], from: number, to: number, unit: Unit): [number, number] {
   let [low, high, least, most] = [Infinity, -Infinity, Infinity, -Infinity]
-  for (const { points, halves } of lines) {
-    points.forEach(([x, y], n) => {
-      if (x < from || x > to) return
-      const half = halves?.[n] ?? 0
-      ;[low, high, least, most] = [Math.min(low, y), Math.max(high, y), Math.min(least, y - half), Math.max(most, y + half)]
+  for (const { points, drawn, halves } of lines) {
+    for (const [x, y] of drawn) if (x >= from && x <= to) [low, high] = [Math.min(low, y), Math.max(high, y)]
+    halves?.forEach((half, n) => {
+      const [x, y] = points[n]
+      if (x >= from && x <= to) [least, most] = [Math.min(least, y - half), Math.max(most, y + half)]
     })
   }
   if (low > high) return [0, 1]
   const room = (high - low) / 2 || Infinity
   const [floor, ceiling] = unit === 'share' ? [Math.min(low, 0), Math.max(high, 1)] : [-Infinity, Infinity]
-  return [Math.max(least, low - room, floor), Math.min(most, high + room, ceiling)]
+  return [Math.min(low, Math.max(least, low - room, floor)), Math.max(high, Math.min(most, high + room, ceiling))]
 }
 
 /** The interval around a mean, as two stacked areas of which the lower one is not seen. */
@@ -139,10 +147,10 @@ function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: bool
     const style = { color: line.color, width: 2, type: line.dashed ? 'dashed' : 'solid' }
     const shared = { type: 'line', symbol: 'circle', symbolSize: 5, color: line.color, emphasis: { disabled: true } }
     if (line.marks || by === 0 || line.halves) {
-      return [...(line.halves ? bandOf(line, `${n}`) : []), { ...shared, showSymbol: line.marks || line.points.length < 2, data: line.points, lineStyle: style }]
+      return [...(line.halves ? bandOf(line, `${n}`) : []), { ...shared, showSymbol: line.marks || line.points.length < 2, data: line.drawn, lineStyle: style }]
     }
     return [
-      { ...shared, showSymbol: false, silent: true, data: line.points, lineStyle: { ...style, width: 1, opacity: 0.28 } },
+      { ...shared, showSymbol: false, silent: true, data: line.drawn, lineStyle: { ...style, width: 1, opacity: 0.28 } },
       { ...shared, showSymbol: line.points.length < 2, data: smooth(line.points, by), lineStyle: style },
     ]
   })
@@ -156,10 +164,11 @@ function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: bool
     const rows = lines.flatMap((line) => {
       const n = closest(line.points, at)
       if (n < 0) return []
-      const [, y, step] = line.points[n]
+      const [, y, step, rows, a, b] = line.points[n]
       const label = [several ? middle(line.run, 40) : '', line.name].filter(Boolean).join(' · ') || spec.title
-      const half = line.halves?.[n] ? ` ± ${number(line.halves[n], spec.unit)}` : ''
-      return [{ color: line.color, label: Number.isNaN(step) || step === at ? label : `${label}, step ${step}`, value: `${number(y, spec.unit)}${half}`, y }]
+      const range = line.halves?.[n] ? ` ± ${number(line.halves[n], spec.unit)}` : a === b ? '' : ` (${number(Math.min(a, b), spec.unit)} to ${number(Math.max(a, b), spec.unit)})`
+      const steps = Number.isNaN(step) || (step === at && rows === 1) ? '' : `, ${rows > 1 ? `steps ${step - rows + 1} to` : 'step'} ${step}`
+      return [{ color: line.color, label: label + steps, value: number(y, spec.unit) + range, y }]
     })
     const far = rows.sort((a, b) => Math.abs(a.y - pointer.y) - Math.abs(b.y - pointer.y)).splice(NAMED).length
     rows.sort((a, b) => b.y - a.y)
@@ -198,7 +207,7 @@ function closest(points: Point[], x: number): number {
 function Curve(props: {
   spec: Spec
   all: Record<string, Curves>
-  drawn: Drawn[]
+  entries: Entry[]
   x: XName
   by: number
   isLarge: boolean
@@ -206,11 +215,11 @@ function Curve(props: {
   compared: Comparison | null
 }) {
   const theme = useTheme()
-  const { spec, all, drawn, x, by, isLarge } = props
+  const { spec, all, entries, x, by, isLarge } = props
   const [lines, option] = useMemo(() => {
-    const made = linesOf(spec, all, drawn, x, by)
+    const made = linesOf(spec, all, entries, x, by)
     return [made, optionOf(spec, made, x, by, isLarge)]
-  }, [spec, all, drawn, x, by, isLarge, theme])
+  }, [spec, all, entries, x, by, isLarge, theme])
   const height = isLarge ? 420 : 148
   const legend = lines.map((line) => ({ color: line.color, label: [middle(line.run, 36), line.name].filter(Boolean).join(' · ') }))
   return (
@@ -220,7 +229,7 @@ function Curve(props: {
       class={isLarge ? 'large' : ''}
       side={
         <>
-          {isLarge && <button type="button" title="The points of this chart as a table" onClick={() => save(`${spec.title}.csv`, csvOf(spec, linesOf(spec, all, drawn, x, 0), x))}>CSV</button>}
+          {isLarge && <button type="button" title="All steps of these curves as a table" onClick={async () => save(`${spec.title}.csv`, csvOf(spec, linesOf(spec, await load(query('series', { runs: entries.flatMap((each) => each.names), names: namesOf(spec), points: 1e9 })), entries, x, 0), x))}>CSV</button>}
           {isLarge && <button type="button" title="This chart as a picture" onClick={(event) => savePicture(event.currentTarget.closest('.panel')!, spec.title, legend)}>PNG</button>}
           <button type="button" class="icon" aria-label={isLarge ? 'Smaller' : 'Larger'} onClick={props.onLarge}>
             {isLarge ? '✕' : '⤢'}
@@ -258,19 +267,21 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
   const isTogether = words.get('seeds') === 'mean'
   const groups = grouped(runs, isTogether).filter((each) => each.runs.some((run) => chosen.includes(run.name)))
   const colors = useColors(groups.map((each) => each.key))
-  const lines = groups.map((each) => [each.label, each.key, ...each.runs.map((run) => run.name).filter((name) => chosen.includes(name))])
+  const named = groups.map((each) => [each.label, each.key, ...each.runs.map((run) => run.name).filter((name) => chosen.includes(name))])
   // The same object while the same runs are drawn: charts are made anew for another one.
-  const drawn = useMemo(() => lines.map(([label, key, ...names]): Drawn => ({ label: names.length > 1 ? `${label} (${names.length} seeds)` : names[0], color: colors.get(key)!, names })), [JSON.stringify(lines), colors])
-  const colorOf = new Map(drawn.flatMap(({ names, color: made }) => names.map((name) => [name, made])))
-  const url = query('series', { runs: chosen, names: [...ASKED, ...more] })
-  const { data, error } = useData<Record<string, Curves>>(chosen.length ? url : null, chosen)
-  const [a, b] = chosen.length === 2 ? chosen : [null, null]
-  const at = words.get('at')
-  const compared = useData<Comparison>(a && b ? query('comparison', { a, b, step: at }) : null, chosen)
+  const entries = useMemo(() => named.map(([label, key, ...names]): Entry => ({ label: names.length > 1 ? `${label} (${names.length} seeds)` : names[0], color: colors.get(key)!, names })), [JSON.stringify(named), colors])
+  const colorOf = new Map(entries.flatMap(({ names, color: made }) => names.map((name) => [name, made])))
+  const ask = (specs: Spec[], points: number) =>
+    useData<Record<string, Curves>>(chosen.length && specs.length ? query('series', { runs: chosen, names: [...new Set(specs.flatMap(namesOf))], points }) : null, chosen)
   const specs = useMemo(() => [
     ...SPECS,
     ...more.map((name): Spec => ({ id: name, title: name, unit: unitOf(name), says: '', lines: [[name]] })),
   ], [more.join('\n')])
+  const { data, error } = ask(specs, FEW)
+  const finer = ask(specs.filter((each) => each.id === large), Math.ceil(MANY / chosen.length))
+  const [a, b] = chosen.length === 2 ? chosen : [null, null]
+  const at = words.get('at')
+  const compared = useData<Comparison>(a && b ? query('comparison', { a, b, step: at }) : null, chosen)
   return (
     <div class="page">
       <RunsTable runs={runs} chosen={chosen} colors={colorOf} words={words} onChoose={(next) => change({ runs: next.length ? next : chosen.slice(0, 1) }, true)} />
@@ -285,13 +296,13 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
       </div>
       {error && <Problem>{error}</Problem>}
       {data && <Problems lines={Object.values(data).flatMap((each) => each.problems)} />}
-      {drawn.length > 1 && <Legend items={drawn.map((each) => ({ color: `var(${each.color})`, label: middle(each.label, 48) }))} />}
-      {drawn.some((each) => each.names.length > 1) && <p class="dim note">{INTERVAL}</p>}
+      {entries.length > 1 && <Legend items={entries.map((each) => ({ color: `var(${each.color})`, label: middle(each.label, 48) }))} />}
+      {entries.some((each) => each.names.length > 1) && <p class="dim note">{INTERVAL}</p>}
       {waiting.map((each) => <Empty>{each.waiting}</Empty>)}
       {data && waiting.length < chosen.length && (
         <div class="curves">
           {specs.filter((spec) => !large || spec.id === large).map((spec) => (
-            <Curve key={spec.id} spec={spec} all={data} drawn={drawn} x={x} by={by} isLarge={spec.id === large} onLarge={() => change({ chart: large ? null : spec.id }, true)} compared={a && !compared.stale ? compared.data : null} />
+            <Curve key={spec.id} spec={spec} all={spec.id === large && !finer.stale && finer.data ? finer.data : data} entries={entries} x={x} by={by} isLarge={spec.id === large} onLarge={() => change({ chart: large ? null : spec.id }, true)} compared={a && !compared.stale ? compared.data : null} />
           ))}
         </div>
       )}

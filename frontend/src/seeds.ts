@@ -1,7 +1,8 @@
 // Runs that differ in the seed alone, as one: their mean, and its 95 % interval by Student's t, as `winnow plot` draws them.
 import type { Run } from './api'
 
-export type Point = [x: number, y: number, step: number]
+/** Place, mean, step (the last), number of steps; the least and the largest of these in their order. */
+export type Point = [number, number, number, number, number, number]
 export const INTERVAL = 'Bands and ± are the 95 % interval of the mean over the seeds (Student’s t), as winnow plot draws it; each step is over the runs that have it.'
 /** What |t| exceeds with a chance of 5 %, for 1, 2 … degrees of freedom. */
 const BOUNDS = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131, 2.12, 2.11, 2.101, 2.093, 2.086, 2.08, 2.074, 2.069, 2.064, 2.06, 2.056, 2.052, 2.048, 2.045]
@@ -17,7 +18,7 @@ export function interval(values: number[]): [mean: number, half: number | null] 
 }
 
 /** The mean curve of several: at all their steps, or at even places of another axis; between its points a run is interpolated. */
-export function average(traces: Point[][], isOfSteps: boolean): { points: Point[]; halves: number[] } {
+export function average(traces: [number, number, ...number[]][][], isOfSteps: boolean): { points: Point[]; halves: number[] } {
   const first = Math.min(...traces.map((each) => each[0][0]))
   const last = Math.max(...traces.map((each) => each[each.length - 1][0]))
   const places = isOfSteps
@@ -30,7 +31,7 @@ export function average(traces: Point[][], isOfSteps: boolean): { points: Point[
     if (after[0] === x) return [after[1]]
     return after[0] < x || !before ? [] : [before[1] + ((after[1] - before[1]) * (x - before[0])) / (after[0] - before[0])]
   })))
-  const points = places.map((x, n): Point => [x, found[n][0], isOfSteps ? x : NaN]).filter(([, y]) => !Number.isNaN(y))
+  const points = places.map((x, n): Point => [x, found[n][0], isOfSteps ? x : NaN, 1, found[n][0], found[n][0]]).filter(([, y]) => !Number.isNaN(y))
   return { points, halves: found.filter(([y]) => !Number.isNaN(y)).map(([, half]) => half ?? 0) }
 }
 

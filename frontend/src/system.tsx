@@ -1,10 +1,11 @@
-// The machine's side of a run: memory, processes, starts, checkpoints and the log.
+// The machine's side of a run: what its processes use over time, starts, checkpoints and the log.
 import { useMemo } from 'preact/hooks'
 import { query, useData, type Curves, type Run } from './api'
 import { axes, Chart, color, tip, useTheme, type Option } from './chart'
 import { number } from './format'
 import { Choice, Empty, Panel, Problem, Problems, RunChoice } from './parts'
 import { change } from './route'
+import { UsageCharts, type Usage } from './usage'
 
 interface Line {
   time: string
@@ -18,6 +19,7 @@ interface Data {
   checkpoints: number[]
   machine: Record<string, string | number>
   log: { lines: Line[]; is_cut: boolean }
+  usage: Usage
   problems: string[]
 }
 const MEMORY: [string, string][] = [['memory/peak_gib', 'driver'], ['ranks/peak_gib', 'largest rank']]
@@ -37,8 +39,9 @@ export function System({ runs, words }: { runs: Run[]; words: URLSearchParams })
       <div class="bar"><RunChoice runs={runs} run={run} /></div>
       {error && <Problem>{error}</Problem>}
       {data && <Problems lines={data.problems} />}
+      {data && <UsageCharts usage={data.usage} />}
       <div class="two">
-        <Panel title="Memory" unit="GiB, highest so far">
+        <Panel title="Highest memory" unit="GiB, so far, by step">
           {option ? <Chart option={option} height={180} label="Memory by step" /> : <Empty>No step is done yet.</Empty>}
         </Panel>
         {data && (

@@ -78,6 +78,14 @@ def test_the_site_is_built_and_no_link_is_broken(tmp_path: Path) -> None:
     assert "rollout.max_response_tokens" in keys
     assert "algorithm/policy_loss=gspo" in keys
     assert "generate" in (tmp_path / "python/index.html").read_text("utf-8")
+    algorithms = (tmp_path / "algorithms/index.html").read_text("utf-8")
+    assert "<mfrac><mrow><mi>R</mi>" in algorithms
+    pages = [page.read_text("utf-8") for page in tmp_path.rglob("*.html")]
+    assert not any("arithmatex" in page for page in pages)
+    assert not any(
+        re.findall(r"(?:src|href)=\"(?:https?:)?//[^\"]+\.(?:js|css|woff2?)", page)
+        for page in pages
+    )
 
 
 def test_the_examples_for_schedulers_hold_together() -> None:

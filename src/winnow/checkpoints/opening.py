@@ -66,6 +66,7 @@ from winnow.observe.files import (
     MODEL,
     PARTIAL,
     TOKENIZER,
+    USAGE,
     RunFolder,
     disk_error,
     explain_disk_errors,
@@ -82,7 +83,7 @@ _NOTHING_YET = Manifest(step=-1, evaluated=False)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 DISCARDABLE_FILES = {
     *(LOCK_FILE, MARK, INPUTS, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE, "trackers"),
-    *(name + end for name in (TOKENIZER, MODEL) for end in ("", PARTIAL)),
+    *(name + end for name in (TOKENIZER, MODEL, USAGE) for end in ("", PARTIAL)),
 }
 """Files of a run before there is anything to lose."""
 

@@ -56,6 +56,7 @@ from winnow.observe.profile import profile_notes
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import BackgroundSink, Kind, RunInfo, Sink, Sinks, load_user_sink
 from winnow.observe.trace import TraceFile
+from winnow.observe.usage import sampling_usage
 from winnow.ranks.learner import needs_start
 from winnow.ranks.models import LoadedPolicy, explain_oom, fetch_models, load_policy, start_notes
 from winnow.run.loop import OnStep, Run, train
@@ -120,14 +121,14 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
         detecting_damage(opened) as has_begun,
         _logging_to_folder(opened.folder) as stack,
     ):
-        folder = opened.folder
-        config = _with_saved_sections(config, opened)
+        folder, config = opened.folder, _with_saved_sections(config, opened)
         heartbeat.send_folder(folder.path)
         sink = make_console(config.observe.console, console)
         is_finished = opened.is_finished(config.trainer.steps)
         if not is_finished:
             start = None if opened.checkpoint else config.model.path
             check_inputs_exist(config.data, config.sft, start)
+            stack.enter_context(sampling_usage(folder.usage))
             if options.companion is not None:
                 _note(sink, stack.enter_context(options.companion(folder.path)))
         _note(sink, *warnings, *(opened.notes or introduction(config, recipe, folder)))

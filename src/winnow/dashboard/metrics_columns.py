@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from array import array
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from itertools import accumulate
-from threading import RLock
+from itertools import count
+from threading import Lock, RLock
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from winnow.dashboard.runs import GrowingFile, RunFiles
+from winnow.dashboard.runs import ABSENT, GrowingFile, RunFiles
 from winnow.observe.jsonl import METRICS_FILE, parse_record
 from winnow.observe.metrics import EVAL, GENERATED_TOKENS, STEP_S
 
-Column = list[float | None]
-_MOST_POINTS = 4000
-"""Points of a curve that a page gets; of more rows, neighbours are put together."""
+Column = NDArray[np.float64]
+"""A number a row, NaN where a row has none."""
 _REDUCTIONS = (
     *((pattern, "max") for pattern in ("*/max", "*/max_*", "memory/*", "ranks/peak_gib")),
     ("*/min", "min"),
@@ -38,6 +39,9 @@ _REDUCTIONS = (
 sum, maximum, minimum or mean, or by the mean that another figure of the record weighs. All others
 by their mean."""
 _TAIL_BYTES = 1 << 16
+_MOST_LINES = 1000
+"""Lines whose records are held at once."""
+_READINGS = count()
 
 
 class MetricsColumns:
@@ -45,15 +49,14 @@ class MetricsColumns:
 
     def __init__(self, files: RunFiles) -> None:
         self._file, self._lock = GrowingFile(files, METRICS_FILE), RLock()
-        self.rereads = 0
-        """Times that the file was read from its beginning."""
         self._reset()
 
     def _reset(self) -> None:
-        self.rereads += 1
+        self.reading = next(_READINGS)
+        """A number that is another whenever the file is read from its beginning."""
         self._line = 0
         self._steps: list[int] = []
-        self._columns: dict[str, Column] = {}
+        self._columns: dict[str, array[float]] = {}
         self._problems: list[str] = []
 
     def refresh(self, size: int) -> None:
@@ -69,24 +72,42 @@ class MetricsColumns:
             lines, is_new = self._file.read_lines(size)
             if is_new:
                 self._reset()
-            self._add_lines(lines.split(b"\n")[:-1])
+            parts = lines.split(b"\n")[:-1]
+            for start in range(0, len(parts), _MOST_LINES):
+                self._add_lines(parts[start : start + _MOST_LINES])
 
-    def _add_lines(self, lines: Iterable[bytes]) -> None:
+    def _add_lines(self, lines: Sequence[bytes]) -> None:
+        records = []
         for line in lines:
             self._line += 1
             try:
-                record = parse_record(line)
+                records.append(parse_record(line))
             except ValueError as error:
                 self._problems.append(
                     f"{METRICS_FILE} line {self._line} was skipped: not a metrics record ({error})"
                 )
-                continue
-            row = len(self._steps)
-            self._steps.append(int(record.pop("step")))
-            for name, value in record.items():
-                column = self._columns.setdefault(name, [])
-                column += [None] * (row - len(column))
-                column.append(float(value) if math.isfinite(value) else None)
+        rows_by_names: dict[tuple[str, ...], list[int]] = {}
+        for row, record in enumerate(records):
+            rows_by_names.setdefault(tuple(record), []).append(row)
+        added: dict[str, Column] = {}
+        for names, rows in rows_by_names.items():
+            block = np.array([list(records[row].values()) for row in rows], float)
+            block[~np.isfinite(block)] = math.nan
+            for name, values in zip(names, block.T, strict=True):
+                if name not in added:
+                    added[name] = np.full(len(records), math.nan)
+                added[name][rows] = values
+        added.pop("step", None)
+        for name, values in added.items():
+            column = self._columns.setdefault(name, array("d"))
+            column.extend([math.nan] * (len(self._steps) - len(column)))
+            column.frombytes(values.tobytes())
+        self._steps += [int(each["step"]) for each in records]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of memory that the figures take."""
+        return 8 * len(self._steps) * len(self._columns)
 
     @property
     def problems(self) -> list[str]:
@@ -105,10 +126,12 @@ class MetricsColumns:
             return sorted(self._columns)
 
     def column(self, name: str) -> Column:
-        """Return a figure by row; None where a step has none."""
+        """Return a figure by row."""
         with self._lock:
-            column = self._columns.get(name, [])
-            return column + [None] * (len(self._steps) - len(column))
+            column = self._columns.get(name, ())
+            values = np.full(len(self._steps), math.nan)
+            values[: len(column)] = column
+            return values
 
     def records(self, start: int) -> list[tuple[int, dict[str, float]]]:
         """Return the rows from `start` on: step and figures, without those that are no number."""
@@ -117,63 +140,125 @@ class MetricsColumns:
             return [
                 (self._steps[row], {
                     name: value for name, column in self._columns.items()
-                    if row < len(column) and (value := column[row]) is not None})
+                    if row < len(column) and not math.isnan(value := column[row])})
                 for row in rows
             ]  # fmt: skip
 
-    def curves(self, patterns: Collection[str]) -> dict[str, Any]:
+    def curves(self, patterns: Collection[str], every: int) -> dict[str, Any]:
         """Return the figures that match a pattern, and the steps, tokens and seconds up to each.
 
-        Of more than `_MOST_POINTS` rows, `every` neighbours make a point, whose `step` is the last
-        of them. `totals` are sums over all rows, of those figures that can be summed.
+        `every` neighbouring rows make a point, whose `step` is the last of them; it ends early at a
+        row with held-out figures, where these are few, and before the last row. `extremes` are,
+        of figures that differ within a point, its least and largest row in the order of the file.
+        `totals` are sums over all rows, of those figures that can be summed.
 
-        Example: `{"step": [2, 4, 5], "rows": [2, 2, 1], "steps": 5,
-        "tokens": [9, 20, 31], "time_s": [1, 2, 3], "every": 2, "values": {…}, "totals": {…}}`.
+        Example: `{"step": [2, 4, 5], "rows": [2, 2, 1], "steps": 5, "tokens": [9, 20, 31],
+        "time_s": [1, 2, 3], "every": 2, "values": {"a": [1.5, 3, 7]},
+        "extremes": {"a": [[1, 4, 7], [2, 2, 7]]}, "totals": {…}}`.
         """
-        with self._lock:  # no row comes in between
+        # No row comes in between, and any number may stand in a file.
+        with self._lock, np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             names = [n for n in self.names if any(fnmatchcase(n, each) for each in patterns)]
-            steps = self.steps
-            every = -(-len(steps) // _MOST_POINTS) or 1
-            starts = list(range(0, len(steps), every))
-            lasts = [min(start + every, len(steps)) - 1 for start in starts]
+            columns = {name: self.column(name) for name in names}
+            lasts = self._last_rows(columns, every)
+            starts = np.append(0, lasts[:-1] + 1)[: len(lasts)]
 
             def up_to(name: str) -> list[float | None]:
-                sums = list(accumulate(value or 0.0 for value in self.column(name)))
-                return [round_to(sums[row], 15) for row in lasts]
+                return _to_json(np.nancumsum(self.column(name))[lasts], 15)
 
+            extremes = {name: _extremes(values, starts) for name, values in columns.items()}
             return {
-                "step": [steps[row] for row in lasts],
-                "rows": [last - start + 1 for start, last in zip(starts, lasts, strict=True)],
-                "steps": sum(step > 0 for step in steps),
+                "step": [self._steps[row] for row in lasts],
+                "rows": (lasts - starts + 1).tolist(),
+                "steps": sum(step > 0 for step in self._steps),
                 "tokens": up_to(GENERATED_TOKENS),
                 "time_s": up_to(STEP_S),
                 "every": every,
-                "values": {
-                    name: [round_to(v) for v in self._reduce_bins(name, starts)] for name in names
-                },
+                "values": {name: _to_json(self._reduce_bins(name, starts)) for name in names},
+                "extremes": {n: [_to_json(a), _to_json(b)] for n, (a, b) in extremes.items()
+                             if not np.array_equal(a, b, equal_nan=True)},
                 "totals": {
-                    name: round_to(sum(value or 0.0 for value in self.column(name)), 15)
-                    for name in names
+                    name: round_to(float(np.nansum(values)), 15)
+                    for name, values in columns.items()
                     if _reduction_of(name) == "sum"
                 },
-            }
+            }  # fmt: skip
 
-    def _reduce_bins(self, name: str, starts: list[int]) -> Iterable[float | None]:
+    def _last_rows(self, columns: Mapping[str, Column], every: int) -> NDArray[np.int64]:
+        rows = np.arange(len(self._steps))
+        ends = (rows % every == every - 1) | (rows >= len(rows) - 2)
+        held_out = np.zeros(len(rows), bool)
+        for name, values in columns.items():
+            if name.startswith(EVAL):
+                held_out |= ~np.isnan(values)
+        return rows[ends | held_out] if held_out.sum() * every <= len(rows) else rows[ends]
+
+    def _reduce_bins(self, name: str, starts: NDArray[np.int64]) -> Column:
         """Put the rows from each start to the next together."""
-        if len(starts) == len(self._steps):
-            return self.column(name)
-        how, values = _reduction_of(name), np.array(self.column(name), float)
+        values = self.column(name)
+        if len(starts) == len(values):
+            return values
+        how = _reduction_of(name)
         if how in ("max", "min"):
             extreme = np.fmax if how == "max" else np.fmin
-            return map(float, extreme.reduceat(values, starts))
+            return np.asarray(extreme.reduceat(values, starts))
         is_valid = ~np.isnan(values)
-        weights = np.array(self.column(how), float)
+        weights = self.column(how)
         weights = np.where(is_valid, np.where(weights > 0, weights, 1.0), 0.0)
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            totals = np.add.reduceat(np.where(is_valid, values * weights, 0.0), starts)
-            # A point without any value divides by 0, and is none.
-            divisor = (np.logical_or if how == "sum" else np.add).reduceat(weights, starts)
-            return map(float, totals / divisor)
+        totals = np.add.reduceat(np.where(is_valid, values * weights, 0.0), starts)
+        # A point without any value divides by 0, and is none.
+        divisor = (np.logical_or if how == "sum" else np.add).reduceat(weights, starts)
+        return np.asarray(totals / divisor)
+
+
+class FigureStore:
+    """The figures of many runs, of which those asked for last stay in memory.
+
+    Args:
+        limit: bytes of figures in memory; one run may have more.
+    """
+
+    def __init__(self, limit: int = 512 << 20) -> None:
+        self._limit, self._lock = limit, Lock()
+        self._columns: dict[str, MetricsColumns] = {}
+
+    def read(self, files: RunFiles) -> MetricsColumns:
+        """Return the figures of a run as they stand in its file now.
+
+        Raises:
+            UnreadableError: the file cannot be read.
+        """
+        size = files.entries().get(METRICS_FILE, ABSENT).size
+        with self._lock:
+            columns = self._columns.pop(files.root, None) or MetricsColumns(files)
+            self._columns[files.root] = columns
+        columns.refresh(size)
+        with self._lock:
+            left = sum(each.n_bytes for each in self._columns.values()) - self._limit
+            for root in list(self._columns)[:-1]:
+                if left > 0:
+                    left -= self._columns.pop(root).n_bytes
+        return columns
+
+
+def _extremes(values: Column, starts: NDArray[np.int64]) -> tuple[Column, Column]:
+    """Return the least and the largest value from each start to the next, the earlier first."""
+    if len(starts) == len(values):
+        return values, values
+    rows = np.arange(len(values))
+    low, high = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
+    sizes = np.diff(np.append(starts, len(values)))
+
+    def first_row(of: Column) -> NDArray[np.int64]:
+        is_there = values == np.repeat(of, sizes)
+        return np.asarray(np.minimum.reduceat(np.where(is_there, rows, len(rows)), starts))
+
+    is_rising = first_row(low) < first_row(high)
+    return np.where(is_rising, low, high), np.where(is_rising, high, low)
+
+
+def _to_json(values: Column, digits: int = 6) -> list[float | None]:
+    return [round_to(value, digits) for value in values.tolist()]
 
 
 def _reduction_of(name: str) -> str:

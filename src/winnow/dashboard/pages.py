@@ -21,7 +21,7 @@ from winnow.config.roles import ROLES, Roles
 from winnow.config.root import Config
 from winnow.dashboard import answers
 from winnow.dashboard.index import LENGTH_BINS, RATES, AnswerIndex, prompt_history
-from winnow.dashboard.metrics_columns import MetricsColumns, read_tail, round_to
+from winnow.dashboard.metrics_columns import FigureStore, MetricsColumns, read_tail, round_to
 from winnow.dashboard.runs import (
     ABSENT,
     CONFIG,
@@ -32,11 +32,11 @@ from winnow.dashboard.runs import (
     UnreadableError,
 )
 from winnow.dashboard.settings import describe_settings, differing_settings, plain_settings
-from winnow.dashboard.timeline import LOG, TRACE, TraceWindows, read_log_tail
+from winnow.dashboard.timeline import LOG, TRACE, TraceWindows, read_log_tail, read_usage
 from winnow.errors import ConfigError
 from winnow.evaluation.plot import recipe_key
 from winnow.observe import metrics
-from winnow.observe.files import TOKENIZER, one_line
+from winnow.observe.files import TOKENIZER, USAGE, one_line
 from winnow.observe.jsonl import METRICS_FILE, evaluations
 from winnow.observe.rollouts import IMAGES
 from winnow.views.diagnosis import Diagnosis, skipped_rules_note
@@ -47,6 +47,8 @@ KINDS = {"training": "rollouts", "held_out": "eval"}
 _LIVE_S, _LIVE_STEPS = 90.0, 3.0
 """A run that wrote nothing for so long, and for so many times its last step's, is not live."""
 _FINDINGS = "findings.jsonl"
+_POINTS = 1000
+"""Points of a curve, where a page does not ask for another number."""
 _MOST_COLUMNS = 400
 """Steps side by side in a histogram over time; of more, neighbours are summed."""
 _MOST_CONFIG_BYTES = 100_000
@@ -77,11 +79,12 @@ class RunPages:
 
     Args:
         files: of the run.
+        figures: of the runs that share its memory.
     """
 
-    def __init__(self, files: RunFiles) -> None:
-        self.files = files
-        self._columns, self._timeline = MetricsColumns(files), TraceWindows(files)
+    def __init__(self, files: RunFiles, figures: FigureStore | None = None) -> None:
+        self.files, self._figures = files, figures or FigureStore()
+        self._timeline = TraceWindows(files)
         self._cache = StampedCache()
         self._indexes: dict[str, AnswerIndex] = {}
         self._lock = Lock()
@@ -92,8 +95,7 @@ class RunPages:
         Raises:
             UnreadableError: the file cannot be read.
         """
-        self._columns.refresh(self.files.entries().get(METRICS_FILE, ABSENT).size)
-        return self._columns
+        return self._figures.read(self.files)
 
     def config(self, root: Mapping[str, FileEntry] | None = None) -> dict[str, Any]:
         """Return the settings of the run by their full names: `{"optim.lr": 0.001, …}`.
@@ -148,7 +150,7 @@ class RunPages:
             lambda: self.files.read(_FINDINGS).count(b"\n") if findings.size else 0,
         )
         held_out = {source: round_to(each.accuracy) for source, each in evaluations(record).items()}
-        times = (root.get(n, ABSENT).changed_s for n in (METRICS_FILE, LOG, TRACE))
+        times = (root.get(n, ABSENT).changed_s for n in (METRICS_FILE, LOG, TRACE, USAGE))
         changed = max((each for each in times if each is not None), default=None)
         steps = _positive_int(config, "trainer.steps", 0)
         step = int(record.get("step", 0))
@@ -318,7 +320,7 @@ class RunPages:
                 return list(file.read(columns=ROLLOUT_COLUMNS).to_pylist())
 
         with self._lock:
-            key = f"{stamp} {columns.rereads}"
+            key = f"{stamp} {columns.reading}"
             diagnosis = self._cache.get("diagnosis", key, lambda: Diagnosis(tree))
             for step, record in columns.records(diagnosis.records):
                 diagnosis.add(step, record)
@@ -331,7 +333,8 @@ class RunPages:
         }
 
     def system(self) -> dict[str, Any]:
-        """Return processes, starts, checkpoints, the log, and lines that could not be read.
+        """Return processes, what they used over time, starts, checkpoints, the log, and lines that
+        could not be read.
 
         Raises:
             UnreadableError: a file is damaged.
@@ -352,6 +355,7 @@ class RunPages:
             "checkpoints": saved,
             "machine": machine if isinstance(machine, dict) else {},
             "log": read_log_tail(self.files, root.get(LOG)),
+            "usage": read_usage(self.files, root.get(USAGE, ABSENT)),
             "problems": self.columns().problems,
         }
 
@@ -433,6 +437,7 @@ class Pages:
     def __init__(self, runs: RunSet) -> None:
         self.runs = runs
         self._readers: dict[str, RunPages] = {}
+        self._figures = FigureStore()
         self._cache, self._lock = StampedCache(), Lock()
 
     def by_name(self) -> dict[str, RunPages]:
@@ -447,7 +452,7 @@ class Pages:
             self._readers = {
                 name: before[name]
                 if name in before and before[name].files is files
-                else RunPages(files)
+                else RunPages(files, self._figures)
                 for name, files in runs.items()
             }
             return self._readers
@@ -497,21 +502,31 @@ class Pages:
             for name, files in self.runs.discover().items()
         }
 
-    def curves(self, names: Sequence[str], figures: Sequence[str]) -> dict[str, Any]:
+    def curves(
+        self, names: Sequence[str], figures: Sequence[str], points: int | None = None
+    ) -> dict[str, Any]:
         """Return figures of several runs; of one that cannot be read, a line that says why.
+
+        Args:
+            points: about so many a curve, for the run with most steps; all have steps as far apart.
 
         Raises:
             RunNotFoundError: there is no such run.
         """
-        out: dict[str, Any] = {}
+        columns, problems = {}, {}
         for reader in self.select(names):
+            name = reader.files.name
             try:
-                columns = reader.columns()
-                out[reader.files.name] = {**columns.curves(figures), "problems": columns.problems}
+                columns[name] = reader.columns()
+                problems[name] = columns[name].problems
             except UnreadableError as error:
-                nothing = MetricsColumns(reader.files).curves(())
-                out[reader.files.name] = {**nothing, "problems": [str(error)]}
-        return out
+                columns[name], problems[name] = MetricsColumns(reader.files), [str(error)]
+        most = max((len(each.steps) for each in columns.values()), default=0)
+        every = max(-(-most // max(points or _POINTS, 1)), 1)
+        return {
+            name: {**each.curves(figures, every), "problems": problems[name]}
+            for name, each in columns.items()
+        }
 
     def compare_settings(self, a: str, b: str) -> list[dict[str, Any]]:
         """List the settings in which two runs differ.

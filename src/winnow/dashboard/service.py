@@ -21,6 +21,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import anyio.to_thread
@@ -49,6 +50,8 @@ _POLICY = (
 _POLL_S = {True: 1.0, False: 10.0}
 """Seconds between looks at runs on this machine, and at others."""
 _HEARTBEAT_S = 15.0
+_MOST_AHEAD = 50
+"""Runs that are read before they are asked for."""
 _RESERVE = 256
 """Files that threads may have open while connections are at their limit."""
 
@@ -82,7 +85,9 @@ class Dashboard:
 
         routes: dict[str, Callable[[_Query], Any]] = {
             "runs": lambda ask: pages.overview(),
-            "series": lambda ask: pages.curves(ask.names("runs"), ask.names("names")),
+            "series": lambda ask: pages.curves(
+                ask.names("runs"), ask.names("names"), ask.optional("points")
+            ),
             "names": lambda ask: sorted(
                 {name for run in pages.select(ask.names("runs")) for name in run.columns().names}
             ),
@@ -113,6 +118,8 @@ class Dashboard:
             ),
             token,
         )
+        if pages.runs.is_local:
+            Thread(target=_read_ahead, args=(pages,), daemon=True).start()
 
     def close(self) -> None:
         """End events and the plan that is being made, so that their connections close."""
@@ -172,6 +179,14 @@ class Dashboard:
                 seen = now
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), pause_s)
+
+
+def _read_ahead(pages: Pages) -> None:
+    """Read the list and the figures of the newest runs, so that the first page is a quick one."""
+    with suppress(WinnowError):
+        rows = [row for row in pages.overview()["runs"] if not row["problem"]]
+        for row in sorted(rows, key=lambda row: -(row["changed_s"] or 0.0))[:_MOST_AHEAD]:
+            pages.curves([row["name"]], ())
 
 
 async def _read_body(request: Request) -> bytes:

@@ -14,6 +14,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
+from winnow.observe.usage import label_process
+
 PORT = 8040
 _LOOK_S = 0.5
 _END_S = 5.0
@@ -38,6 +40,7 @@ def serve_dashboard(folder: Path) -> Iterator[str]:
                 pass_fds=[listener.fileno()],
                 start_new_session=True,  # a Ctrl-C is the run's, which saves first
             )
+            label_process(process.pid, "dashboard")
             port = listener.getsockname()[1]
     except OSError as error:
         yield f"Warning: no dashboard: {error}"

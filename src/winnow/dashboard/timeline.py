@@ -1,4 +1,4 @@
-"""The timeline of a step out of trace.json, and the warnings of log.txt."""
+"""The timeline of a step out of trace.json, the lines of log.txt, and usage.jsonl as columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from contextlib import suppress
 from threading import RLock
 from typing import Any
 
-from winnow.dashboard.runs import FileEntry, GrowingFile, RunFiles
+from winnow.dashboard.runs import ABSENT, FileEntry, GrowingFile, RunFiles
+from winnow.observe.files import USAGE
+from winnow.observe.usage import parse_usage
 
 TRACE, LOG = "trace.json", "log.txt"
 _MARK = re.compile(
@@ -22,6 +24,7 @@ _TRACK = re.compile(
 _STEP = re.compile(r"step (\d+)")
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ ([A-Z]+) ([\w.]+): (.*)")
 _LOG_BYTES = 1 << 18
+_USAGE_BYTES = 1 << 22
 _MOST_SLICES = 3000
 
 
@@ -137,3 +140,15 @@ def read_log_tail(files: RunFiles, entry: FileEntry | None) -> dict[str, Any]:
         elif lines:  # of a traceback
             lines[-1]["text"] += "\n" + line
     return {"lines": lines, "is_cut": bool(start)}
+
+
+def read_usage(files: RunFiles, entry: FileEntry = ABSENT) -> dict[str, list[float | None]]:
+    """Read what a run used over time, as columns: `time_s`, `over_s` and the figures by name.
+
+    Raises:
+        UnreadableError: the file cannot be read.
+    """
+    start = max(entry.size - _USAGE_BYTES, 0)
+    lines = parse_usage(files.read(USAGE, start, entry.size)) if entry.size else []
+    names = dict.fromkeys(name for line in lines for name in line)
+    return {name: [line.get(name) for line in lines] for name in names}

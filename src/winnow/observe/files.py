@@ -1,7 +1,8 @@
 """Files of a run: its folder runs/NAME/, its log, and writing that leaves the old or the new whole.
 
 `config.yaml`, `tokenizer.json`, `model.json`, `metrics.jsonl`, `ledger.parquet/`, `rollouts/`,
-`checkpoints/`, `eval/`, `log.txt`, `trace.json`, `findings.jsonl`, `trackers/`, `curve.png`.
+`checkpoints/`, `eval/`, `log.txt`, `trace.json`, `usage.jsonl`, `findings.jsonl`, `trackers/`,
+`curve.png`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _REMEDIES = (
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 TOKENIZER = "tokenizer.json"
 """The tokenizer in a run's folder, by which token ids can be read."""
+USAGE = "usage.jsonl"
+"""The usage of CPU, memory, network and GPUs over time, in a run's folder."""
 MODEL = "model.json"
 """The config.json of the policy's model in a run's folder, by which the run can be planned."""
 INPUTS = "inputs"
@@ -230,6 +233,7 @@ class RunFolder:
         self.evaluations = path / "eval"  # answers to held-out prompts
         self.log = path / "log.txt"
         self.trace = path / "trace.json"  # who did what when
+        self.usage = path / USAGE  # CPU, memory, network and GPUs over time
         self.findings = path / "findings.jsonl"  # findings of the rules of winnow doctor
         self.curve = path / "curve.png"
         self.trackers = path / "trackers"  # which runs of trackers are this one, and their files

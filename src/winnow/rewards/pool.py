@@ -35,6 +35,7 @@ from typing import Any, cast
 
 from winnow.config.reward import BatchManager, RewardConfig
 from winnow.errors import RewardError, WinnowError
+from winnow.observe.usage import label_process
 from winnow.rewards.task import (
     Arguments,
     Failure,
@@ -433,6 +434,7 @@ class CallPool:
             scorer.process = await LocalConnection.start(
                 "winnow.rewards.worker", _ENVIRONMENT, scorer.read_output
             )
+            label_process(scorer.process.pid, self._limits.noun)
             scorer.process.channel.on_peer_closed = self._wake.set
             self._scorers.append(scorer)
             handle = partial(self._handle_ready, scorer)

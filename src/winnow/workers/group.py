@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 from winnow.errors import WinnowError, WorkerError
+from winnow.observe.usage import label_process
 from winnow.workers.array_refs import Store
 from winnow.workers.host import (
     CLOSE,
@@ -431,7 +432,9 @@ async def start_local(
     async with group.closed_on_error():
         for rank in range(size):
             listener = LogReceiver(role, rank)
-            group.add(await LocalConnection.start(_CHILD, variables, listener.follow), listener)
+            connection = await LocalConnection.start(_CHILD, variables, listener.follow)
+            label_process(connection.pid, role)
+            group.add(connection, listener)
         store = partial(SharedStore, role)
         await group.start(path, kwargs, master, devices or [None] * size, store)
     return group

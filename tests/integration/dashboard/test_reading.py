@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -52,8 +54,9 @@ def test_figures_read_in_pieces_are_those_read_at_once(
         path.write_bytes(content[:cut])
         refreshed(columns, path)
     assert columns.steps == list(range(12))
-    assert columns.column("a") == [n / 3 for n in range(12)]
-    assert columns.column("b") == [n if n % 2 else None for n in range(12)]
+    assert columns.column("a").tolist() == [n / 3 for n in range(12)]
+    expected = [float(n) if n % 2 else math.nan for n in range(12)]
+    assert np.array_equal(columns.column("b"), expected, equal_nan=True)
     assert columns.problems == []
 
 
@@ -66,7 +69,7 @@ def test_a_run_that_was_cut_back_and_went_another_way_is_read_anew(make_run: Mak
     folder.metrics.write_text("".join([*lines[:2], *other, *other]))
     refreshed(columns, folder.metrics)
     expected = [each["sampling/accuracy"] for each in read_metrics(folder.metrics)]
-    assert columns.column("sampling/accuracy") == expected
+    assert columns.column("sampling/accuracy").tolist() == expected
     assert len(expected) == 6
 
 
@@ -77,7 +80,7 @@ def test_damaged_lines_are_told_and_the_others_read(make_run: MakeRun) -> None:
                    '"nan"}}\n{"step":6,"x":[1]}\n{"step":7')  # fmt: skip
     columns = refreshed(MetricsColumns(files(folder.path)), folder.metrics)
     assert columns.steps == [1, 2, 3, 4, 5]
-    assert columns.column("sampling/accuracy")[-1] is None
+    assert math.isnan(columns.column("sampling/accuracy")[-1])
     assert [problem.split(":")[0] for problem in columns.problems] == [
         "metrics.jsonl line 5 was skipped", "metrics.jsonl line 7 was skipped",
     ]  # fmt: skip
@@ -90,16 +93,21 @@ def test_of_many_steps_neighbours_are_put_together_and_totals_are_over_all(tmp_p
             **{"step": n, "time/step_s": n / 4, "sampling/tokens/generated": 3 * n},
             **{"sampling/accuracy": n % 2, "sampling/groups/looked_at": 1 + 2 * (n % 2)},
             **{"score/reward/max": n, "score/reward/min": n, "actor/entropy": n},
-            **({"eval/a/pass@1": 0.5} if n % 10 == 0 else {}),
+            **({"eval/a/pass@1": 0.5} if n % 1000 == 100 else {}),
         }
         for n in range(5002)
     ]
     path.write_text("".join(json.dumps(each) + "\n" for each in records))
     columns = refreshed(MetricsColumns(files(tmp_path)), path)
-    assert list(columns.curves(["eval/*/pass@1", "absent"])["values"]) == ["eval/a/pass@1"]
-    found = columns.curves(["*"])
-    assert (found["every"], found["steps"], len(found["step"])) == (2, 5001, 2501)
-    assert [found[name][at] for at in (1, -1) for name in ("step", "rows")] == [3, 2, 5001, 2]
+    found = columns.curves(["eval/*/pass@1", "absent"], 2)
+    assert list(found["values"]) == ["eval/a/pass@1"]
+    told = {step: v for step, v in zip(found["step"], found["values"]["eval/a/pass@1"], strict=True)
+            if v is not None}  # fmt: skip
+    assert told == dict.fromkeys(range(100, 5002, 1000), 0.5)
+    found = columns.curves(["*"], 2)
+    # A point more for each of 5 evaluations, and one for the last row.
+    assert (found["every"], found["steps"], len(found["step"])) == (2, 5001, 2501 + 6)
+    assert [found[name][at] for at in (1, -1) for name in ("step", "rows")] == [3, 2, 5001, 1]
     for name in ("time/step_s", "sampling/tokens/generated"):
         total = sum(each[name] for each in records)
         assert (found["totals"][name], sum(found["values"][name])) == (total, total)
@@ -109,6 +117,27 @@ def test_of_many_steps_neighbours_are_put_together_and_totals_are_over_all(tmp_p
     assert second["sampling/accuracy"] == 3 / 4  # one group of step 2, three of step 3
     assert [second[f"score/reward/{end}"] for end in ("max", "min")] == [3, 2]
     assert (second["actor/entropy"], second["eval/a/pass@1"]) == (2.5, None)
+
+
+@given(
+    values=st.lists(st.none() | st.integers(-3, 3), min_size=1, max_size=30),
+    every=st.integers(1, 9),
+)
+def test_the_extremes_of_a_curve_are_drawn_in_their_order(
+    values: list[int | None], every: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+    lines = [{"step": n} | ({} if v is None else {"a": v}) for n, v in enumerate(values)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = refreshed(MetricsColumns(files(path.parent)), path).curves(["a"], every)
+    if "a" not in found["values"]:
+        return
+    firsts, seconds = found["extremes"].get("a", [found["values"]["a"]] * 2)
+    for last, rows, *ends in zip(found["step"], found["rows"], firsts, seconds, strict=True):
+        part = [v for v in values[last + 1 - rows : last + 1] if v is not None]
+        assert {*ends} == ({min(part), max(part)} if part else {None})
+        assert not part or part.index(ends[0]) <= part.index(ends[1])
+    assert (found["step"][-1], found["values"]["a"][-1]) == (len(values) - 1, values[-1])
 
 
 def test_groups_are_summed_up_without_their_baselines(make_run: MakeRun) -> None:

@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 from tests.integration.dashboard.conftest import answer, group, write_step
 from tests.services import listening
 
-from winnow.dashboard.pages import RunPages
+from winnow.dashboard.metrics_columns import MetricsColumns
 from winnow.dashboard.service import STATIC, Dashboard
 from winnow.observe.files import RunFolder
 from winnow.observe.rollouts import RolloutGroup
@@ -72,6 +72,20 @@ def test_a_live_run_has_a_number_of_alarms_and_the_time_left(make_run: MakeRun) 
     folder.metrics.unlink()
     folder.log.write_text("")  # it is live, in its warm-up
     assert told() == [2, None, None]
+
+
+def test_usage_over_time_comes_as_columns_without_its_damaged_lines(make_run: MakeRun) -> None:
+    folder = make_run("a")
+    assert get(client(folder.path), "/api/run/system?run=a")["usage"] == {}
+    lines = (
+        '{"time_s": 8, "over_s": 2}',
+        "{",
+        '{"time_s": 10, "over_s": 2, "gpu/0/busy": 0.5}',
+        '{"time',
+    )
+    folder.usage.write_text("\n".join(lines))
+    usage = get(client(folder.path), "/api/run/system?run=a")["usage"]
+    assert usage == {"time_s": [8, 10], "over_s": [2, 2], "gpu/0/busy": [None, 0.5]}
 
 
 def test_settings_that_differ_are_listed_by_their_full_names(make_run: MakeRun) -> None:
@@ -245,10 +259,12 @@ def test_a_run_named_many_times_is_read_once(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, read = client(make_run("a").path), []
-    columns = RunPages.columns
-    monkeypatch.setattr(RunPages, "columns", lambda self: (read.append(1), columns(self))[1])
-    assert list(get(asked, "/api/series?names=*" + "&runs=a" * 3000)) == ["a"]
-    assert len(read) == 1
+    curves = MetricsColumns.curves
+    monkeypatch.setattr(
+        MetricsColumns, "curves", lambda self, *more: (read.append(more), curves(self, *more))[1]
+    )
+    assert list(get(asked, "/api/series?names=*&points=2" + "&runs=a" * 3000)) == ["a"]
+    assert [more for more in read if more[0]] == [(["*"], 2)]  # 4 steps, of which 2 share a point
 
 
 def test_alarms_are_those_of_the_doctor_while_a_run_grows_and_after_it_was_cut_back(

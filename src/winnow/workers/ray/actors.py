@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from winnow.errors import WorkerError
+from winnow.observe.usage import label_process
 from winnow.workers.array_refs import SplitResult
 from winnow.workers.group import START_TIMEOUT_S, WorkerGroup
 from winnow.workers.host import Call, CallFailure, Host, WorkerSpec, free_port, worker_environment
@@ -306,6 +307,8 @@ class RayConnection:
         # and killed if it does not exit.
         is_local = place.namespace == process_namespace()
         self._process = os.pidfd_open(place.pid) if is_local else -1
+        if is_local:
+            label_process(place.pid, listener.role)
 
     def send(self, number: int, payload: Any, on_result: Callable[[Any], None]) -> None:
         """Send a call."""
