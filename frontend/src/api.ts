@@ -4,6 +4,10 @@ import { useEffect, useRef, useState } from 'preact/hooks'
 export interface Run {
   name: string
   place: string
+  /** Name of the recipe that it was made with, where that was recorded. */
+  recipe: string | null
+  /** The same for runs that differ in the seed alone. */
+  group: string
   problem: string | null
   step: number
   steps: number

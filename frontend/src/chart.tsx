@@ -41,6 +41,9 @@ export function useTheme(): number {
   return theme
 }
 
+/** The value of the vertical axis at which the pointer stands in a chart. */
+export const pointer = { y: 0 }
+
 export interface Row {
   color?: string
   label: string
@@ -195,6 +198,7 @@ export function Chart(props: {
   useEffect(() => {
     const made = init(box.current!, null, { renderer: 'canvas' })
     chart.current = made
+    made.getZr().on('mousemove', ({ offsetX, offsetY }) => { pointer.y = made.convertFromPixel({ gridIndex: 0 }, [offsetX, offsetY])?.[1] ?? 0 })
     made.on('click', (event) => click.current?.(event as Option))
     made.on('datazoom', () => {
       const { startValue, endValue } = (made.getOption().dataZoom as Option[])[0]

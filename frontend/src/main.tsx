@@ -6,6 +6,7 @@ import { Alarms } from './alarms'
 import { Answers } from './answers'
 import { listen, useConnection, useData, type Run } from './api'
 import { themeChanged } from './chart'
+import { ConfigPage } from './config'
 import { Overview } from './overview'
 import { Empty, Problem, useKeys } from './parts'
 import { PlanPage } from './plan'
@@ -14,13 +15,13 @@ import './style.css'
 import { System } from './system'
 import { Time } from './time'
 
-const PAGES = { overview: 'Overview', answers: 'Answers', tokens: 'Tokens', time: 'Time', system: 'System', alarms: 'Alarms', plan: 'Plan' }
+const PAGES = { overview: 'Overview', answers: 'Answers', tokens: 'Tokens', time: 'Time', system: 'System', alarms: 'Alarms', plan: 'Plan', config: 'Configuration' }
 type Page = keyof typeof PAGES
-const VIEWS = { overview: Overview, answers: Answers, tokens: Account, time: Time, system: System, alarms: Alarms, plan: PlanPage }
+const VIEWS = { overview: Overview, answers: Answers, tokens: Account, time: Time, system: System, alarms: Alarms, plan: PlanPage, config: ConfigPage }
 const THEMES = ['system', 'light', 'dark'] as const
 type Theme = (typeof THEMES)[number]
 const HELP: [string, string][] = [
-  ['1 … 7', 'pages'],
+  ['1 … 8', 'pages'],
   ['j k  or  ↓ ↑', 'next prompt, the one before'],
   ['l h  or  → ←', 'next answer, the one before'],
   ['] [', 'next step, the one before'],

@@ -1,11 +1,12 @@
 // Runs side by side: curves, differences of settings, and the comparison of two.
 import { useMemo, useRef, useState } from 'preact/hooks'
 import { load, ofStep, query, useData, type Curves, type Run } from './api'
-import { along, axes, Chart, color, RUN_COLORS, save, savePicture, tip, upward, useTheme, type Option } from './chart'
+import { along, axes, Chart, color, pointer, RUN_COLORS, save, savePicture, tip, upward, useTheme, type Option } from './chart'
 import { middle, number, type Unit } from './format'
 import { Choice, Empty, Legend, Panel, Problem, Problems } from './parts'
-import { change } from './route'
+import { change, link } from './route'
 import { RunsTable } from './runs'
+import { average, grouped, INTERVAL, type Point } from './seeds'
 
 interface Spec {
   id: string
@@ -39,9 +40,6 @@ const FEW = 250
 /** Points of a large chart, of all its runs together. */
 const MANY = 30_000
 
-/** Place, mean, step (the last), number of steps; the least and the largest of these in their order. */
-type Point = [number, number, number, number, number, number]
-
 interface Line {
   run: string
   name: string
@@ -51,7 +49,17 @@ interface Line {
   points: Point[]
   /** What is drawn: no spike is lost where steps share a point. */
   drawn: [number, number][]
+  /** Half of the interval at each point, where the line is the mean of several runs. */
+  halves?: number[]
 }
+/** Runs that are one line. */
+interface Entry {
+  label: string
+  color: string
+  names: string[]
+}
+/** Lines that a tooltip names: those nearest to the pointer. */
+const NAMED = 8
 
 /** Exponential moving average over about a share `by` of the steps, its weights normalised from the first on. */
 function smooth(points: Point[], by: number): [number, number][] {
@@ -86,41 +94,60 @@ function heldOut(curves: Curves): [string, string][] {
   return [...bySource]
 }
 
-function linesOf(spec: Spec, all: Record<string, Curves>, colors: Map<string, string>, x: XName): Line[] {
+function linesOf(spec: Spec, all: Record<string, Curves>, entries: Entry[], x: XName, by: number): Line[] {
   const found: Line[] = []
-  for (const [run, curves] of Object.entries(all).filter(([name]) => colors.has(name))) {
+  for (const each of entries) {
+    const curves = each.names.flatMap((name) => all[name] ?? [])
     const add = (name: string, label: string, dashed: boolean, marks: boolean) => {
-      const points = pointsOf(curves, name, x)
-      const drawn = points.flatMap(([at, , , , a, b]): [number, number][] => (a === b ? [[at, a]] : [[at, a], [at, b]]))
-      found.push({ run, name: label, dashed, marks, color: color(colors.get(run)!), points, drawn })
+      const traces = curves.map((one) => pointsOf(one, name, x)).filter((points) => points.length)
+      const smoothed = () => (marks || by === 0 ? traces : traces.map((points) => smooth(points, by)))
+      const mean = traces.length > 1 ? average(smoothed(), x === 'step') : { points: traces[0] ?? [] }
+      const drawn = mean.points.flatMap(([at, , , , a, b]): [number, number][] => (a === b ? [[at, a]] : [[at, a], [at, b]]))
+      found.push({ run: each.label, name: label, dashed, marks, color: color(each.color), ...mean, drawn })
     }
     if (spec.id === 'held-out') {
-      const sources = heldOut(curves)
+      const sources = [...new Map(curves.flatMap(heldOut))]
       sources.forEach(([source, name], n) => add(name, sources.length > 1 ? source : '', n > 0, true))
     }
     spec.lines.forEach((candidates, n) => {
-      const name = candidates.find((each) => curves.values[each]?.some((v) => v !== null))
+      const name = candidates.find((candidate) => curves.some((one) => one.values[candidate]?.some((v) => v !== null)))
       if (name) add(name, spec.words?.[n] ?? '', n > 0, false)
     })
   }
   return found
 }
 
-/** The least and the largest value of the lines between two places of the horizontal axis. */
-function rangeOf(lines: Line[], from: number, to: number): [number, number] {
-  let [low, high] = [Infinity, -Infinity]
-  for (const line of lines) {
-    for (const [x, y] of line.drawn) if (x >= from && x <= to) [low, high] = [Math.min(low, y), Math.max(high, y)]
+/** The least and the largest value of the lines between two places of the horizontal axis; bands may add half of their distance. */
+function rangeOf(lines: Line[], from: number, to: number, unit: Unit): [number, number] {
+  let [low, high, least, most] = [Infinity, -Infinity, Infinity, -Infinity]
+  for (const { points, drawn, halves } of lines) {
+    for (const [x, y] of drawn) if (x >= from && x <= to) [low, high] = [Math.min(low, y), Math.max(high, y)]
+    halves?.forEach((half, n) => {
+      const [x, y] = points[n]
+      if (x >= from && x <= to) [least, most] = [Math.min(least, y - half), Math.max(most, y + half)]
+    })
   }
-  return low > high ? [0, 1] : [low, high]
+  if (low > high) return [0, 1]
+  const room = (high - low) / 2 || Infinity
+  const [floor, ceiling] = unit === 'share' ? [Math.min(low, 0), Math.max(high, 1)] : [-Infinity, Infinity]
+  return [Math.min(low, Math.max(least, low - room, floor)), Math.max(high, Math.min(most, high + room, ceiling))]
+}
+
+/** The interval around a mean, as two stacked areas of which the lower one is not seen. */
+function bandOf({ points, halves, color: fill }: Line, stack: string): Option[] {
+  const shared = { type: 'line', stack, stackStrategy: 'all', symbol: 'none', silent: true, lineStyle: { opacity: 0 }, emphasis: { disabled: true } }
+  return [
+    { ...shared, data: points.map(([x, y], n) => [x, y - halves![n]]) },
+    { ...shared, data: points.map(([x], n) => [x, 2 * halves![n]]), areaStyle: { color: fill, opacity: 0.16 } },
+  ]
 }
 
 function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: boolean): Option {
-  const series = lines.flatMap((line) => {
+  const series = lines.flatMap((line, n): Option[] => {
     const style = { color: line.color, width: 2, type: line.dashed ? 'dashed' : 'solid' }
     const shared = { type: 'line', symbol: 'circle', symbolSize: 5, color: line.color, emphasis: { disabled: true } }
-    if (line.marks || by === 0) {
-      return [{ ...shared, showSymbol: line.marks || line.points.length < 2, data: line.drawn, lineStyle: style }]
+    if (line.marks || by === 0 || line.halves) {
+      return [...(line.halves ? bandOf(line, `${n}`) : []), { ...shared, showSymbol: line.marks || line.points.length < 2, data: line.drawn, lineStyle: style }]
     }
     return [
       { ...shared, showSymbol: false, silent: true, data: line.drawn, lineStyle: { ...style, width: 1, opacity: 0.28 } },
@@ -128,21 +155,24 @@ function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: bool
     ]
   })
   const several = new Set(lines.map((each) => each.run)).size > 1
-  const [min, max] = rangeOf(lines, 0, Infinity)
+  const [min, max] = rangeOf(lines, 0, Infinity, spec.unit)
   const last = lines.reduce((most, line) => Math.max(most, line.points[line.points.length - 1]?.[0] ?? 0), 0)
   const option = axes({ min: 0, max: last || 1 }, { min, max }, X_UNITS[x], spec.unit, isLarge ? 8 : 4)
   option.series = series
   option.tooltip.formatter = (given: Option[]) => {
     const at = given[0]?.data?.[0] as number
     const rows = lines.flatMap((line) => {
-      const point = closest(line.points, at)
-      if (!point) return []
-      const label = [several ? line.run : '', line.name].filter(Boolean).join(' · ') || spec.title
-      const [, mean, step, rows, a, b] = point
-      const range = a === b ? '' : ` (${number(Math.min(a, b), spec.unit)} to ${number(Math.max(a, b), spec.unit)})`
-      return [{ color: line.color, label: `${label}, ${rows > 1 ? `steps ${step - rows + 1} to` : 'step'} ${step}`, value: number(mean, spec.unit) + range }]
+      const n = closest(line.points, at)
+      if (n < 0) return []
+      const [, y, step, rows, a, b] = line.points[n]
+      const label = [several ? middle(line.run, 40) : '', line.name].filter(Boolean).join(' · ') || spec.title
+      const range = line.halves?.[n] ? ` ± ${number(line.halves[n], spec.unit)}` : a === b ? '' : ` (${number(Math.min(a, b), spec.unit)} to ${number(Math.max(a, b), spec.unit)})`
+      const steps = Number.isNaN(step) || (step === at && rows === 1) ? '' : `, ${rows > 1 ? `steps ${step - rows + 1} to` : 'step'} ${step}`
+      return [{ color: line.color, label: label + steps, value: number(y, spec.unit) + range, y }]
     })
-    return tip(x === 'step' ? `step ${at}` : `${X[x]}: ${number(at, X_UNITS[x])}`, rows)
+    const far = rows.sort((a, b) => Math.abs(a.y - pointer.y) - Math.abs(b.y - pointer.y)).splice(NAMED).length
+    rows.sort((a, b) => b.y - a.y)
+    return tip(x === 'step' ? `step ${at}` : `${X[x]}: ${number(at, X_UNITS[x])}`, far ? [...rows, { label: `and ${far} more, farther from the pointer`, value: '' }] : rows)
   }
   if (isLarge) {
     option.dataZoom = [{ type: 'inside' }]
@@ -158,22 +188,26 @@ function optionOf(spec: Spec, lines: Line[], x: XName, by: number, isLarge: bool
 /** The points of a chart as a table: CSV in which each cell that may hold a comma is quoted. */
 function csvOf(spec: Spec, lines: Line[], x: XName): Blob {
   const quoted = (text: string) => `"${text.replace(/"/g, '""')}"`
-  const head = ['run', 'figure', 'step', ...(x === 'step' ? [] : [x === 'time' ? 'time_s' : x]), 'value'].join(',')
-  const rows = lines.flatMap((line) => line.points.map(([at, y, step]) =>
-    [quoted(line.run), quoted(line.name || spec.title), step, ...(x === 'step' ? [] : [at]), y].join(',')))
+  const hasBands = lines.some((line) => line.halves)
+  const head = ['run', 'figure', 'step', ...(x === 'step' ? [] : [x === 'time' ? 'time_s' : x]), 'value', ...(hasBands ? ['half_interval'] : [])].join(',')
+  const rows = lines.flatMap((line) => line.points.map(([at, y, step], n) =>
+    [quoted(line.run), quoted(line.name || spec.title), Number.isNaN(step) ? '' : step, ...(x === 'step' ? [] : [at]), y, ...(hasBands ? [line.halves?.[n] ?? ''] : [])].join(',')))
   return new Blob([[head, ...rows].join('\r\n'), '\r\n'], { type: 'text/csv' })
 }
 
-function closest(points: Point[], x: number): Point | null {
-  let best: Point | null = null
-  for (const point of points) if (!best || Math.abs(point[0] - x) < Math.abs(best[0] - x)) best = point
+/** Index of the nearest point; -1 without any. */
+function closest(points: Point[], x: number): number {
+  let best = -1
+  points.forEach((point, n) => {
+    if (best < 0 || Math.abs(point[0] - x) < Math.abs(points[best][0] - x)) best = n
+  })
   return best
 }
 
 function Curve(props: {
   spec: Spec
   all: Record<string, Curves>
-  colors: Map<string, string>
+  entries: Entry[]
   x: XName
   by: number
   isLarge: boolean
@@ -181,11 +215,11 @@ function Curve(props: {
   compared: Comparison | null
 }) {
   const theme = useTheme()
-  const { spec, all, colors, x, by, isLarge } = props
+  const { spec, all, entries, x, by, isLarge } = props
   const [lines, option] = useMemo(() => {
-    const made = linesOf(spec, all, colors, x)
+    const made = linesOf(spec, all, entries, x, by)
     return [made, optionOf(spec, made, x, by, isLarge)]
-  }, [spec, all, colors, x, by, isLarge, theme])
+  }, [spec, all, entries, x, by, isLarge, theme])
   const height = isLarge ? 420 : 148
   const legend = lines.map((line) => ({ color: line.color, label: [middle(line.run, 36), line.name].filter(Boolean).join(' · ') }))
   return (
@@ -196,7 +230,7 @@ function Curve(props: {
       class={isLarge ? 'large' : ''}
       side={
         <>
-          {isLarge && <button type="button" title="All steps of these curves as a table" onClick={async () => save(`${spec.title}.csv`, csvOf(spec, linesOf(spec, await load(query('series', { runs: [...colors.keys()], names: namesOf(spec), points: 1e9 })), colors, x), x))}>CSV</button>}
+          {isLarge && <button type="button" title="All steps of these curves as a table" onClick={async () => save(`${spec.title}.csv`, csvOf(spec, linesOf(spec, await load(query('series', { runs: entries.flatMap((each) => each.names), names: namesOf(spec), points: 1e9 })), entries, x, 0), x))}>CSV</button>}
           {isLarge && <button type="button" title="This chart as a picture" onClick={(event) => savePicture(event.currentTarget.closest('.panel')!, spec.title, legend)}>PNG</button>}
           <button type="button" class="icon" aria-label={isLarge ? 'Smaller' : 'Larger'} onClick={props.onLarge}>
             {isLarge ? '✕' : '⤢'}
@@ -205,7 +239,7 @@ function Curve(props: {
       }
     >
       {lines.some((line) => line.points.length)
-        ? <Chart option={option} height={height} label={spec.title} onZoom={(from, to) => ({ xAxis: along(from, to, X_UNITS[x]), yAxis: upward(...rangeOf(lines, from, to), spec.unit, 8) })} />
+        ? <Chart option={option} height={height} label={spec.title} onZoom={(from, to) => ({ xAxis: along(from, to, X_UNITS[x]), yAxis: upward(...rangeOf(lines, from, to, spec.unit), spec.unit, 8) })} />
         : <div class="chart none" style={{ height: `${height}px` }}>{missing(spec)}</div>}
       {spec.id === 'held-out' && props.compared?.step != null && Object.entries(props.compared.sources).map(([source, each]) => (
         <div class="caption" title={props.compared!.verdict ?? ''}>
@@ -231,7 +265,13 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
   const by = Math.min(Number(words.get('smooth') ?? '0.05'), 0.3)
   const large = words.get('chart')
   const more = words.getAll('more')
-  const colors = useColors(chosen)
+  const isTogether = words.get('seeds') === 'mean'
+  const groups = grouped(runs, isTogether).filter((each) => each.runs.some((run) => chosen.includes(run.name)))
+  const colors = useColors(groups.map((each) => each.key))
+  const named = groups.map((each) => [each.label, each.key, ...each.runs.map((run) => run.name).filter((name) => chosen.includes(name))])
+  // The same object while the same runs are drawn: charts are made anew for another one.
+  const entries = useMemo(() => named.map(([label, key, ...names]): Entry => ({ label: names.length > 1 ? `${label} (${names.length} seeds)` : names[0], color: colors.get(key)!, names })), [JSON.stringify(named), colors])
+  const colorOf = new Map(entries.flatMap(({ names, color: made }) => names.map((name) => [name, made])))
   const ask = (specs: Spec[], points: number) =>
     useData<Record<string, Curves>>(chosen.length && specs.length ? query('series', { runs: chosen, names: [...new Set(specs.flatMap(namesOf))], points }) : null, chosen)
   const specs = useMemo(() => [
@@ -245,7 +285,7 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
   const compared = useData<Comparison>(a && b ? query('comparison', { a, b, step: at }) : null, chosen)
   return (
     <div class="page">
-      <RunsTable runs={runs} chosen={chosen} colors={colors} words={words} onChoose={(next) => change({ runs: next.length ? next : chosen.slice(0, 1) }, true)} />
+      <RunsTable runs={runs} chosen={chosen} colors={colorOf} words={words} onChoose={(next) => change({ runs: next.length ? next : chosen.slice(0, 1) }, true)} />
       <div class="bar">
         <Choice label="Horizontal axis" value={x} options={[['step', 'Steps'], ['tokens', 'Tokens'], ['time', 'Time']]} onChange={(value) => change({ x: value })} />
         <label class="field">
@@ -257,12 +297,13 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
       </div>
       {error && <Problem>{error}</Problem>}
       {data && <Problems lines={Object.values(data).flatMap((each) => each.problems)} />}
-      {chosen.length > 1 && <Legend items={chosen.map((name) => ({ color: `var(${colors.get(name)})`, label: middle(name, 36) }))} />}
+      {entries.length > 1 && <Legend items={entries.map((each) => ({ color: `var(${each.color})`, label: middle(each.label, 48) }))} />}
+      {entries.some((each) => each.names.length > 1) && <p class="dim note">{INTERVAL}</p>}
       {waiting.map((each) => <Empty>{each.waiting}</Empty>)}
       {data && waiting.length < chosen.length && (
         <div class="curves">
           {specs.filter((spec) => !large || spec.id === large).map((spec) => (
-            <Curve key={spec.id} spec={spec} all={spec.id === large && !finer.stale && finer.data ? finer.data : data} colors={colors} x={x} by={by} isLarge={spec.id === large} onLarge={() => change({ chart: large ? null : spec.id }, true)} compared={a && !compared.stale ? compared.data : null} />
+            <Curve key={spec.id} spec={spec} all={spec.id === large && !finer.stale && finer.data ? finer.data : data} entries={entries} x={x} by={by} isLarge={spec.id === large} onLarge={() => change({ chart: large ? null : spec.id }, true)} compared={a && !compared.stale ? compared.data : null} />
           ))}
         </div>
       )}
@@ -273,17 +314,17 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
   )
 }
 
-/** A colour for each drawn run, which it keeps while it is drawn, whatever else comes and goes. */
-function useColors(chosen: string[]): Map<string, string> {
+/** A colour for each line, which it keeps while it is drawn, whatever else comes and goes. */
+function useColors(keys: string[]): Map<string, string> {
   const held = useRef(new Map<string, string>())
   return useMemo(() => {
-    const next = new Map([...held.current].filter(([name]) => chosen.includes(name)))
-    for (const name of chosen.filter((each) => !next.has(each))) {
+    const next = new Map([...held.current].filter(([name]) => keys.includes(name)))
+    for (const name of keys.filter((each) => !next.has(each))) {
       const taken = new Set(next.values())
       next.set(name, RUN_COLORS.find((each) => !taken.has(each)) ?? RUN_COLORS[next.size % RUN_COLORS.length])
     }
     return (held.current = next)
-  }, [chosen.join('\n')])
+  }, [keys.join('\n')])
 }
 
 function unitOf(name: string): Unit {
@@ -374,7 +415,7 @@ function Pair({ a, b, found, error }: { a: string; b: string; found: Comparison 
           </>
         )}
       </Panel>
-      <Panel title="Settings that differ" unit={settings.data && !settings.stale ? String(settings.data.length) : ''}>
+      <Panel title="Settings that differ" unit={settings.data && !settings.stale ? String(settings.data.length) : ''} side={<a href={link('config', { run: a, other: b })}>All settings</a>}>
         {settings.error && <Problem>{settings.error}</Problem>}
         {settings.data && !settings.stale && (settings.data.length
           ? (

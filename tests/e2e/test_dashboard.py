@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import time
@@ -25,6 +26,7 @@ from winnow.checkpoints.strangers import mark_as_local
 from winnow.dashboard.service import Dashboard
 from winnow.data.sort_digits import EOS_ID, build_tokenizer, encode
 from winnow.data.tokenizer import make_decoder
+from winnow.evaluation.statistics import two_sided_bound
 from winnow.models.vision import encode_png
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
@@ -44,7 +46,7 @@ FLAGS = [
 pytestmark = pytest.mark.slow
 PAGES = {"overview": ".panel canvas", "answers": ".tokens", "tokens": ".panel canvas",
          "time": ".panel canvas", "system": ".panel canvas", "alarms": ".alarms",
-         "plan": ".plan form"}  # fmt: skip
+         "plan": ".plan form", "config": ".config tr.changed"}  # fmt: skip
 STEPS = 5
 WIDER = """[...document.querySelectorAll('.panel')].filter(each => each.scrollWidth >
 each.clientWidth).map(each => each.getAttribute('aria-label'))"""
@@ -459,6 +461,111 @@ def test_runs_are_searched_sorted_hidden_and_pinned_and_keep_their_colours(look:
     row.get_by_label("Hide").click()
     page.get_by_role("radio", name="Live").click()
     expect(shown).to_have_count(0)
+    page.goto("about:blank")
+    for name in names:
+        shutil.rmtree(folder / name)
+
+
+def test_seeds_are_one_line_and_row_and_runs_are_filtered_by_recipe_and_setting(
+    look: Watched,
+) -> None:
+    folder = Path(look_runs(look))
+    own = (folder / "tiny" / "config.yaml").read_text().partition("\n")[2]
+    accuracies = {"a-0": [0.2, 0.4, 0.6], "a-1": [0.4, 0.6], "b-0": [0.5]}
+    for name, values in accuracies.items():
+        (folder / name).mkdir()
+        config = own.replace("name: tiny", f"name: {name}").replace("seed: 0", f"seed: {name[-1]}")
+        rate = "8.0e-4" if name == "b-0" else "2.0e-4"
+        config = re.sub("\n  lr: .*", f"\n  lr: {rate}", config)
+        head = "# Written by winnow 0.1.0" + " from the recipe dapo" * (name != "b-0")
+        (folder / name / "config.yaml").write_text(f"{head}\n{config}")
+        lines = ({"step": n, "sampling/accuracy": v} for n, v in enumerate(values, 1))
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / name / "metrics.jsonl").write_text(text)
+    query = "&".join(f"runs={name}" for name in accuracies)
+    page = look.open(f"overview?{query}&seeds=mean&smooth=0&chart=accuracy")
+    rows = page.locator(".runs tr.chosen")
+    expect(rows.locator("td.name")).to_have_text(["▸a 2 seeds", "b-0"])
+    expect(rows.first.locator("td.accuracy")).to_have_text("60.0 % ± 0.0 %")
+    page.get_by_label("Seeds of a").click()
+    expect(rows.locator("td.name")).to_have_text(["▾a 2 seeds", "a-0", "a-1", "b-0"])
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="CSV").click()
+    table = [line.split(",") for line in saved.value.path().read_text().splitlines()[1:]]
+    assert [row[0] for row in table] == ['"a (2 seeds)"'] * 3 + ['"b-0"']
+    figures = [float(row[3]) for row in table]
+    assert figures == pytest.approx([0.3, 0.5, 0.6, 0.5])  # the last is of a-0 alone
+    half = two_sided_bound(0.05, 1) * np.std([0.2, 0.4], ddof=1) / 2**0.5
+    assert [float(row[4] or 0) for row in table] == pytest.approx([half, half, 0, 0], rel=1e-4)
+    page.get_by_label("Group seeds").uncheck()
+    shown = page.locator(".runs tbody td.name")
+    for search, names in [
+        ("lr=2e-4", ["a-0", "a-1"]),
+        ("optim.lr>2e-4 accuracy<=0.5 b-", ["b-0"]),
+        ("recipe!=dapo seed=0 step<3", ["b-0"]),
+        ("OPTIM.LR=0.0002 a-1", ["a-1"]),
+        ("lr=2e-5", []),
+    ]:
+        page.get_by_label("Search runs").fill(search)
+        expect(shown).to_have_text(names)
+    page.get_by_label("Search runs").fill("")
+    page.get_by_role("combobox", name="Recipe").select_option("dapo")
+    expect(shown).to_have_text(["a-0", "a-1"])
+    page.goto("about:blank")
+    for name in accuracies:
+        shutil.rmtree(folder / name)
+
+
+def test_all_settings_of_a_run_are_shown_beside_its_recipe_and_another_run(look: Watched) -> None:
+    folder = Path(look_runs(look))
+    shutil.copytree(folder / "tiny", folder / "other")
+    text = (folder / "tiny" / "config.yaml").read_text()
+    (folder / "other" / "config.yaml").write_text(re.sub("\n  lr: .*", "\n  lr: 0.5", text))
+    page = look.open("config?run=tiny&other=other")
+    changed = page.locator("tr.changed")
+    changed.first.wait_for()
+    steps = page.get_by_role("row", name="trainer.steps ")
+    expect(steps.locator("td")).to_have_text(["trainer.steps", str(STEPS), str(STEPS), "20", "100"])
+    expect(steps).to_have_class("changed")
+    page.get_by_role("radio", name=re.compile("1 that differ from other")).click()
+    expect(page.locator(".settings code")).to_have_text(["optim.lr"])
+    expect(page.locator("td.apart")).to_have_text("0.5")
+    page.get_by_role("radio", name=re.compile("^All")).click()
+    page.get_by_label("Search settings").fill("peak learning rate")
+    page.locator(".settings code").first.wait_for()
+    assert "optim.lr" in page.locator(".settings code").all_inner_texts()
+    assert page.evaluate(WIDER) == []
+    page.goto("about:blank")
+    shutil.rmtree(folder / "other")
+
+
+def test_a_tooltip_names_the_lines_near_the_pointer_and_the_first_page_is_of_the_live_run(
+    look: Watched,
+) -> None:
+    folder = Path(look_runs(look))
+    names = [f"live-{n:02}" for n in range(12)]
+    for n, name in enumerate(names):
+        (folder / name).mkdir()
+        text = (folder / "tiny" / "config.yaml").read_text()
+        longer = re.sub(r"\n  steps: \d+\n", "\n  steps: 99\n", text.split("\ntrainer:")[1])
+        head = text.split("\ntrainer:")[0]
+        (folder / name / "config.yaml").write_text(f"{head}\ntrainer:{longer}")
+        line = json.dumps({"step": 1, "sampling/accuracy": n / 11})
+        (folder / name / "metrics.jsonl").write_text(f"{line}\n")
+        if n != 4:
+            os.utime(folder / name / "metrics.jsonl", (time.time() - 900 - n,) * 2)
+    page = look.open("")
+    expect(page.locator(".runs tr.chosen td.name")).to_have_text("live-04")
+    page = look.open("overview?chart=accuracy&" + "&".join(f"runs={name}" for name in names))
+    canvas = page.locator(".chart[aria-label='Accuracy in training'] canvas")
+    canvas.wait_for()
+    box = canvas.bounding_box()
+    assert box
+    canvas.hover(position={"x": box["width"] - 20, "y": 20})
+    canvas.hover(position={"x": box["width"] - 18, "y": 22})
+    expect(page.locator(".tip-row")).to_have_count(9)
+    expect(page.locator(".tip-row").last).to_have_text("and 4 more, farther from the pointer")
+    expect(page.locator(".tip-row span").first).to_have_text("live-11")
     page.goto("about:blank")
     for name in names:
         shutil.rmtree(folder / name)

@@ -52,6 +52,7 @@ from winnow.checkpoints.recipe_changes import check_fork, check_same, forked_sta
 from winnow.checkpoints.strangers import MARK, mark_as_local
 from winnow.config.base import CODE, side_effects
 from winnow.config.data import DataConfig, Demonstrations, Sft
+from winnow.config.files import recipe_name
 from winnow.config.load import dump_config, load_recipe
 from winnow.config.model import ModelConfig
 from winnow.config.roles import Roles
@@ -288,7 +289,7 @@ def _open_run(config: Config, recipe: str, stack: contextlib.ExitStack) -> Opene
     if origin is not None:
         with explain_write_errors(named.path):
             origin.copy_to(named)
-    named.save_config(dump_config(saved_config))
+    named.save_config(dump_config(saved_config, recipe_name(recipe)))
     if origin is None:
         return OpenedRun(named, saved_config, is_new=True)
     opened = _reopen_run(saved_config, named, None)

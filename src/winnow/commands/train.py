@@ -36,6 +36,7 @@ from winnow.checkpoints.opening import DamagedError, OpenedRun, detecting_damage
 from winnow.checkpoints.recipe_changes import with_settings
 from winnow.checkpoints.run_state import seed_everything
 from winnow.config.data import Demonstrations, NoTask
+from winnow.config.files import recipe_name
 from winnow.config.load import dump_config
 from winnow.config.model import SftWarmStart
 from winnow.config.roles import Roles
@@ -158,7 +159,8 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
             others = _make_sinks(config, folder, sink)
             sinks = Sinks([sink, metrics, heartbeat, end, *trace, *others])
-            tell, text = trace[0] if trace else no_timeline, dump_config(saved_config)
+            tell = trace[0] if trace else no_timeline
+            text = dump_config(saved_config, recipe_name(str(folder.config)))
             context = RunContext(
                 config, text, policy, folder, sinks, metrics, options.stop, rewards, placed,
                 partial(_note, sink), tell, begin, options.on_step,

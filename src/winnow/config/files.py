@@ -11,6 +11,7 @@ import itertools
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,10 @@ MAX_NODES = 20_000
 MAX_FILES = 100
 """Most files that a recipe may take in, each as often as it is included."""
 VERSION_PREFIX = "# Written by winnow "
-"""Beginning of the first line of a recipe that a run keeps; its version follows."""
+"""Beginning of the first line of a recipe that a run keeps; its version and name follow."""
+_HEAD = re.compile(
+    rf"{VERSION_PREFIX}(\d{{1,9}}(?:\.\d{{1,9}})*)(?: from the recipe (\S.*))?".encode()
+)
 _EVALUATION = "eval_"
 
 
@@ -84,6 +88,24 @@ def read_layers(recipe: str) -> list[Layer]:
     shipped = RECIPES / f"{recipe}.yaml"
     files = [shipped if recipe in available_recipes() else Path(recipe)]
     return list(_iter_layers(_find_recipe_file(recipe, files, ""), (), []))
+
+
+def recipe_name(recipe: str) -> str | None:
+    """Return the name of a recipe as a run records it: a shipped one's, or that of a file.
+
+    A file that a run wrote has the name that was recorded in it, if any.
+    """
+    head = b""
+    with suppress(OSError), Path(recipe).open("rb") as file:
+        head = file.readline(MAX_FILE_BYTES)
+    name = recorded_recipe(head) if _HEAD.match(head) else Path(recipe).name
+    return name if name and name.isprintable() else None
+
+
+def recorded_recipe(content: bytes) -> str | None:
+    """Return the name of the recipe in the first line of a run's config.yaml, None without one."""
+    written = _HEAD.match(content)
+    return written[2].decode(errors="replace") if written and written[2] else None
 
 
 def is_encodable(text: str) -> bool:
@@ -165,7 +187,7 @@ def _read_layer(path: Path) -> Layer:
             content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror}") from None
-    written = re.match(rf"{VERSION_PREFIX}(\d{{1,9}}(?:\.\d{{1,9}})*)".encode(), content)
+    written = _HEAD.match(content)
     version = written[1].decode() if written else "0"
     if [int(n) for n in version.split(".")] > [int(n) for n in __version__.split(".")]:
         raise WinnowError(

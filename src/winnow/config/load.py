@@ -14,6 +14,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -90,9 +91,7 @@ def parse_recipe(recipe: str | None, overrides: Sequence[str | Setting] = ()) ->
     Raises:
         ConfigError: with one line for each fault found.
     """
-    tree = ConfigTree()
-    for layer in () if recipe is None else read_layers(recipe):
-        tree.apply([Setting(p, value, layer.source_of(p)) for p, value in _leaves(layer.tree) if p])
+    tree = _recipe_tree(recipe)
     tree.apply([setting for each in overrides for setting in _settings(each)])
     if tree.faults:
         raise ConfigError("\n".join(tree.faults))
@@ -117,6 +116,39 @@ def parse_recipe(recipe: str | None, overrides: Sequence[str | Setting] = ()) ->
     return config
 
 
+def _recipe_tree(recipe: str | None) -> ConfigTree:
+    tree = ConfigTree()
+    for layer in () if recipe is None else read_layers(recipe):
+        tree.apply([Setting(p, value, layer.source_of(p)) for p, value in _leaves(layer.tree) if p])
+    return tree
+
+
+def recipe_values(recipe: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a recipe by their full names, with the variants of a configuration.
+
+    Where that has another variant than the recipe, it is the variant's defaults. A value of the
+    environment, and one that cannot be resolved, such as `???`, stays as it is written.
+
+    Args:
+        recipe: None is the defaults.
+        config: tree of the configuration.
+
+    Raises:
+        ConfigError: the recipe's file is missing or invalid.
+    """
+    tree = _recipe_tree(recipe)
+    for path, name in sorted(_leaves(config), key=lambda leaf: len(leaf[0])):  # outer unions first
+        if path[-1:] == ("name",):
+            tree.choose_variant(Setting(path, name, ""))
+    references, values = _ReferenceResolver(tree.values), copy.deepcopy(tree.values)
+    for path, value in _leaves(tree.values):
+        with suppress(ConfigError):
+            _set_path(values, path, references.resolve(path, value))
+    for path, text in references.secrets.items():
+        _set_path(values, path, text)
+    return flatten(values)
+
+
 def _boolean_errors(values: Mapping[str, Any], tree: ConfigTree) -> Iterator[str]:
     """Yield an error for each boolean given for a number, which pydantic would take for 1 or 0."""
     for path, value in _leaves(values):
@@ -125,12 +157,16 @@ def _boolean_errors(values: Mapping[str, Any], tree: ConfigTree) -> Iterator[str
             yield type_message(path, field, value, tree.source_of(path))
 
 
-def dump_config(config: Config) -> str:
+def dump_config(config: Config, recipe: str | None = None) -> str:
     """Return a configuration as a recipe in YAML that loads back to an equal one.
 
-    Its first line is a comment with the version of Winnow.
+    Its first line is a comment with the version of Winnow and the name of the recipe.
+
+    Args:
+        recipe: as `recipe_name` returns it.
     """
-    return f"{VERSION_PREFIX}{__version__}\n{to_yaml(config_to_dict(config, _escape))}"
+    head = f"{VERSION_PREFIX}{__version__}" + (f" from the recipe {recipe}" if recipe else "")
+    return f"{head}\n{to_yaml(config_to_dict(config, _escape))}"
 
 
 def config_to_dict(config: Config, convert: Callable[[Any], Any] = copy.deepcopy) -> dict[str, Any]:
@@ -284,7 +320,7 @@ class ConfigTree:
         # Choices before values, so that each key meets the variants chosen in the end; outer unions
         # first, as an inner one may belong to the variant chosen for the outer.
         outer_first = sorted(settings, key=lambda s: len(s.path) - (s.path[-1] == "name"))
-        choices = [setting for setting in outer_first if self._choose_variant(setting)]
+        choices = [setting for setting in outer_first if self.choose_variant(setting)]
         for setting in settings:
             if setting not in choices:
                 self.faults += self._set_value(setting)
@@ -303,7 +339,7 @@ class ConfigTree:
                     yield Setting((*path[:-1], entry["name"], *key), value, place)
         yield setting._replace(value=names) if is_list else setting
 
-    def _choose_variant(self, setting: Setting) -> bool:
+    def choose_variant(self, setting: Setting) -> bool:
         """Choose the variant that a setting names; False if it names none."""
         union, field, _, _ = find_key(self.values, setting.path)
         options, name = variants(field), setting.value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,8 +16,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from winnow.checkpoints.strangers import is_local_run
-from winnow.config.files import parse_layer
-from winnow.config.load import flatten
+from winnow.config.files import parse_layer, recorded_recipe
 from winnow.config.roles import ROLES, Roles
 from winnow.config.root import Config
 from winnow.dashboard import answers
@@ -33,8 +31,10 @@ from winnow.dashboard.runs import (
     RunSet,
     UnreadableError,
 )
+from winnow.dashboard.settings import describe_settings, differing_settings, plain_settings
 from winnow.dashboard.timeline import LOG, TRACE, TraceWindows, read_log_tail, read_usage
 from winnow.errors import ConfigError
+from winnow.evaluation.plot import recipe_key
 from winnow.observe import metrics
 from winnow.observe.files import TOKENIZER, USAGE, one_line
 from winnow.observe.jsonl import METRICS_FILE, evaluations
@@ -104,29 +104,41 @@ class RunPages:
             UnreadableError: config.yaml is missing or damaged.
         """
         stamp = (root or self.files.entries()).get(CONFIG, ABSENT).stamp
+        return self._cache.get("flat", stamp, lambda: plain_settings(self._tree(stamp)))
 
-        def make() -> dict[str, Any]:
-            return {key: _json_value(value) for key, value in flatten(self._tree(stamp)).items()}
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the run with their meanings, the defaults and its recipe's.
 
-        return self._cache.get("flat", stamp, make)
+        Raises:
+            UnreadableError: config.yaml is missing or damaged.
+        """
+        stamp = self.files.entries().get(CONFIG, ABSENT).stamp
+        return self._cache.get("settings", stamp, lambda: describe_settings(*self._config(stamp)))
+
+    def _config(self, stamp: str) -> tuple[dict[str, Any], str | None]:
+        config = self._cache.get(CONFIG, stamp, self._read_config)
+        if isinstance(config, str):
+            raise UnreadableError(config)
+        return config
 
     def _tree(self, stamp: str) -> dict[str, Any]:
-        tree = self._cache.get(CONFIG, stamp, self._read_config)
-        if isinstance(tree, str):
-            raise UnreadableError(tree)
-        return tree
+        return self._config(stamp)[0]
+
+    def _group(self, stamp: str) -> str:
+        return sha256(recipe_key(self._tree(stamp)).encode()).hexdigest()[:16]
 
     def summary(self) -> dict[str, Any]:
         """Return a row of the list of runs, from the last lines of metrics.jsonl.
 
         `waiting` says of a run without a record why it has none; `alarms` counts what its rules
-        have found; `left_s` are the seconds to its last step, at the pace of its last ones.
+        have found; `left_s` are the seconds to its last step, at the pace of its last ones;
+        `group` is the same for runs that differ in the seed alone.
 
         Raises:
             UnreadableError: a file is damaged.
         """
         root = self.files.entries()
-        config = self.config(root)
+        config, stamp = self.config(root), root.get(CONFIG, ABSENT).stamp
         figures = root.get(METRICS_FILE, ABSENT)
         record, step_s = self._cache.get(
             METRICS_FILE, figures.stamp, lambda: read_tail(self.files, figures.size)
@@ -150,6 +162,8 @@ class RunPages:
         return {
             "name": self.files.name,
             "place": self.files.root,
+            "recipe": self._config(stamp)[1],
+            "group": self._cache.get("group", stamp, lambda: self._group(stamp)),
             "step": step,
             "steps": steps,
             "state": state,
@@ -360,13 +374,15 @@ class RunPages:
         manifest = self._cache.get("manifest", name, make)
         return manifest if isinstance(manifest, dict) else {}
 
-    def _read_config(self) -> dict[str, Any] | str:
-        """Read the recipe, or return the error message of an invalid one, which is cached, too."""
+    def _read_config(self) -> tuple[dict[str, Any], str | None] | str:
+        """Read the configuration and its recipe's name, or return an invalid one's error message,
+        which is cached, too."""
         content = self.files.read(CONFIG, 0, _MOST_CONFIG_BYTES + 1)
         if len(content) > _MOST_CONFIG_BYTES:
             return f"{CONFIG} of {self.files.name} has more than {_MOST_CONFIG_BYTES:,} bytes"
         try:
-            return parse_layer(content, f"{CONFIG} of {self.files.name}").tree
+            tree = parse_layer(content, f"{CONFIG} of {self.files.name}").tree
+            return tree, recorded_recipe(content)
         except ConfigError as error:
             return str(error)
 
@@ -478,12 +494,8 @@ class Pages:
             except UnreadableError as error:
                 rows.append({"name": name, "place": reader.files.root, "problem": str(error)})
         readable = [row for row in rows if not row["problem"]]
-        keys = dict.fromkeys(key for config in configs.values() for key in config)
-        differing = [
-            key for key in keys
-            if key not in ("run.name", "run.dir", "run.description")
-            and len({config.get(key) for config in configs.values()}) > 1
-        ]  # fmt: skip
+        places = "run.name", "run.dir", "run.description"
+        differing = [key for key in differing_settings(configs.values()) if key not in places]
         for row in readable:
             row["settings"] = {key: configs[row["name"]].get(key) for key in differing}
         return {"runs": rows, "first": max(readable, key=rank)["name"] if readable else None}
@@ -531,8 +543,7 @@ class Pages:
         config_a, config_b = (reader.config() for reader in self.select((a, b)))
         return [
             {"key": key, "a": config_a.get(key), "b": config_b.get(key)}
-            for key in dict.fromkeys([*config_a, *config_b])
-            if config_a.get(key) != config_b.get(key)
+            for key in differing_settings((config_a, config_b))
         ]
 
     def compare_answers(self, a: str, b: str, step: int | None) -> dict[str, Any]:
@@ -572,13 +583,6 @@ def _answers_folder(kind: str) -> str:
     if kind not in KINDS:
         raise UnreadableError(f"kind must be one of {', '.join(KINDS)}, got {kind[:40]}")
     return KINDS[kind]
-
-
-def _json_value(value: Any) -> Any:
-    """Return a value of a recipe as JSON has it; lists, and what JSON lacks, as text."""
-    is_float = isinstance(value, float)
-    is_plain = math.isfinite(value) if is_float else isinstance(value, str | int | None)
-    return value if is_plain else json.dumps(value, default=str)
 
 
 def _positive_int(config: Mapping[str, Any], key: str, default: int) -> int:

@@ -4,7 +4,7 @@
     GET /api/runs               and series, names, difference, comparison: about several runs
     GET /api/words?names=NAME   what metrics mean, as `winnow metrics` prints it
     GET /api/run/PAGE?run=NAME  steps, groups, search, group, prompt, spread, timeline,
-                                system, alarms
+                                system, alarms, settings
     GET /api/run/image?run=NAME an image of its answers (`name`), as the run stored it
     GET /api/events             server-sent events: names of the runs that changed
     POST /api/run/plan?run=NAME `winnow plan` of the run's recipe, in a process: lines of JSON
@@ -110,6 +110,7 @@ class Dashboard:
             "run/timeline": lambda ask: run(ask).timeline(ask.optional("step")),
             "run/system": lambda ask: run(ask).system(),
             "run/alarms": lambda ask: run(ask).alarms(),
+            "run/settings": lambda ask: run(ask).settings(),
         }
         self.app: ASGIApp = _AccessGuard(
             Starlette(

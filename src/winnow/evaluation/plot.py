@@ -89,14 +89,19 @@ def plot_runs(request: PlotRequest) -> None:
 def _read_curves(runs: Sequence[str]) -> list[_Curve]:
     """Read the runs, and put those of one recipe together."""
     folders = (RunFolder.open(run) for run in runs)
-    by_recipe = grouped((_recipe_key(folder.read_recipe()), folder) for folder in folders)
+    by_recipe = grouped((recipe_key(folder.read_recipe()), folder) for folder in folders)
     return [
         _Curve(_curve_label(alike), [read_metrics(folder.metrics) for folder in alike])
         for alike in by_recipe.values()
     ]
 
 
-def _recipe_key(recipe: Mapping[str, Any]) -> str:
+def recipe_key(recipe: Mapping[str, Any]) -> str:
+    """Return a text that runs have in common whose recipes differ in the seed alone.
+
+    Args:
+        recipe: as a tree.
+    """
     rest = {name: keys for name, keys in recipe.items() if name not in _OF_SEEDS}
     return json.dumps(rest, sort_keys=True, default=str)
 

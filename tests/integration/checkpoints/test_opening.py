@@ -26,6 +26,7 @@ from winnow.checkpoints.checkpoint import (
 )
 from winnow.checkpoints.opening import OpenedRun, opened_run, pin_microbatch_tokens, rewind
 from winnow.checkpoints.recipe_changes import check_same
+from winnow.config.files import recorded_recipe
 from winnow.config.load import dump_config, load_recipe
 from winnow.config.root import Config
 from winnow.config.rules import config_warnings
@@ -87,6 +88,7 @@ def test_a_new_name_is_a_new_run_as_is_each_without_a_name(tmp_path: Path) -> No
     opened = open_again(config)
     assert (opened.folder.path, opened.checkpoint) == (tmp_path / "a", None)
     assert load_recipe(str(opened.folder.config)) == config
+    assert recorded_recipe(opened.folder.config.read_bytes()) == "quickstart"
     config = load_recipe("quickstart", [f"run.dir={tmp_path}"])
     first, second = open_again(config), open_again(config)
     assert first.folder.path != second.folder.path

@@ -112,6 +112,31 @@ def test_settings_that_differ_are_listed_by_their_full_names(make_run: MakeRun) 
     ]  # fmt: skip
 
 
+def test_runs_that_differ_in_the_seed_alone_are_of_one_group(make_run: MakeRun) -> None:
+    a, b, c = (make_run(name) for name in "abc")
+    head = "# Written by winnow 0.1.0"
+    a.save_config(f"{head} from the recipe dapo\n{a.config.read_text()}")
+    b.save_config(b.config.read_text().replace("seed: 3", "seed: 4"))
+    c.save_config(f"{head}\n{c.config.read_text().replace('0.001', '0.002')}")
+    rows = get(client(a.path.parent), "/api/runs")["runs"]
+    assert [row["recipe"] for row in rows] == ["dapo", None, None]
+    first, *others = (row["group"] for row in rows)
+    assert [each == first for each in others] == [True, False]
+
+
+def test_settings_stand_beside_their_defaults_and_the_recipe_s(make_run: MakeRun) -> None:
+    folder = make_run("a")
+    assert get(client(folder.path), "/api/run/settings?run=a")["recipe_values"] is None
+    own = folder.config.read_text()
+    folder.save_config(f"# Written by winnow 0.1.0 from the recipe dapo\n{own}new: {{x: 1}}\n")
+    told = get(client(folder.path), "/api/run/settings?run=a")
+    kinds = "values", "recipe_values", "defaults"
+    assert [told[kind]["optim.lr"] for kind in kinds] == [0.001, 0.0004, 1e-6]
+    assert told["meanings"]["optim.lr"].startswith("Peak learning rate")
+    assert [told[kind].get("new.x") for kind in (*kinds, "meanings")] == [1, None, None, ""]
+    assert told["recipe"] == "dapo"
+
+
 @pytest.mark.parametrize(
     ("path", "status", "told"),
     [

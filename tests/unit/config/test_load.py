@@ -18,14 +18,17 @@ from tests.examples import examples
 from winnow.config.algorithm import PpoClipLoss, ReinforceLoss
 from winnow.config.base import Section
 from winnow.config.data import DataConfig
+from winnow.config.files import recipe_name, recorded_recipe
 from winnow.config.judge import BuiltInParse, LabelsParse, NumberParse, OpenAiJudge
 from winnow.config.load import (
     ABSENT,
     describe_config,
     differing_keys,
     dump_config,
+    flatten,
     load_recipe,
     parse_recipe,
+    recipe_values,
 )
 from winnow.config.reward import CustomManager, RewardConfig
 from winnow.config.rollout import BandFilter
@@ -358,6 +361,33 @@ def test_a_dumped_configuration_has_the_version_and_one_of_a_newer_is_refused(wr
     assert parse_recipe(write(f"# Written by winnow 0.0.99\n{rest}")) == config
     with pytest.raises(WinnowError, match=r"mine.yaml was written by winnow 99.1, and this is "):
         parse_recipe(write(f"# Written by winnow 99.1\n{rest}"))
+
+
+def test_the_name_of_the_recipe_goes_with_a_run_and_is_no_setting(write: Write) -> None:
+    config = parse_recipe("quickstart")
+    text = dump_config(config, recipe_name("quickstart"))
+    assert text.startswith(f"# Written by winnow {__version__} from the recipe quickstart\nrun:")
+    saved = write(text, "config.yaml")
+    assert (recipe_name(saved), recorded_recipe(text.encode())) == ("quickstart", "quickstart")
+    assert parse_recipe(saved) == config
+    assert recipe_name(write("", "my maths.yaml")) == "my maths.yaml"
+    assert recipe_name("two\nlines.yaml") is None
+    unnamed = dump_config(config, recipe_name(write(dump_config(config), "older.yaml")))
+    assert recorded_recipe(unnamed.encode()) is None
+
+
+def test_a_recipe_s_values_are_under_the_variants_of_a_configuration(write: Write) -> None:
+    overrides = ["model.path=x", "data.train_files=[y]", "algorithm/policy_loss=reinforce"]
+    config = parse_recipe("dapo_qwen2.5_32b", overrides)
+    tree = yaml.safe_load(dump_config(config))
+    values, defaults = recipe_values("dapo_qwen2.5_32b", tree), recipe_values(None, tree)
+    assert (values["trainer.steps"], defaults["trainer.steps"]) == (625, 100)
+    assert values["model.path"].startswith("${oc.env:HOME")  # not the home of who asks
+    assert "algorithm.policy_loss.clip_high" not in values.keys() | defaults.keys()
+    changed = {key for key, value in flatten(tree).items() if values[key] != value}
+    assert changed == {"model.path", "data.train_files"}
+    unset = write("model: {path: ???}\noptim: {lr: ${model.path}}")
+    assert recipe_values(unset, {})["optim.lr"] == "${model.path}"
 
 
 TRICKY = st.text(max_size=12) | st.sampled_from(
