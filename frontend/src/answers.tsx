@@ -2,6 +2,7 @@
 import type { ComponentChildren } from 'preact'
 import { useEffect, useMemo, useRef, useState } from 'preact/hooks'
 import { query, useData, type Answer, type Groups, type Pieces, type Run } from './api'
+import { Beside, BesideChoice, keyOf, useFollowed, type GroupData } from './beside'
 import { axes, Chart, color, tip, useTheme } from './chart'
 import { fixed, number, OUTCOMES } from './format'
 import { Choice, Empty, Images, nearest, Panel, Problem, RunChoice, StepChoice, useKeys } from './parts'
@@ -19,9 +20,6 @@ const FILTERS: Record<string, { text: string; says: string; keeps: (g: Groups, a
 const ROWS = 200
 
 type Found = { groups: Record<string, string[]>; kept: number }
-
-/** The name of an answer within its group, such as s0 or g0: a greedy one beside sampled ones. */
-const keyOf = (answer: Answer) => `${answer.kind[0]}${answer.answer}`
 
 export function Answers({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
   const run = words.get('run') ?? ''
@@ -67,6 +65,7 @@ export function Answers({ runs, words }: { runs: Run[]; words: URLSearchParams }
         <RunChoice runs={runs} run={run} />
         <Choice label="Answers" value={kind} options={[['training', 'Training'], ['held_out', 'Held out']]} onChange={(value) => change({ kind: value, step: null, group: null, answer: null }, true)} />
         {step !== null && <StepChoice steps={there} step={step} onChange={(next) => change({ step: next, group: null, answer: null })} />}
+        {step !== null && <BesideChoice runs={runs} beside={words.get('beside')} />}
         {step !== null && step !== there[there.length - 1] && <button type="button" onClick={() => change({ step: null, group: null, answer: null })}>Newest</button>}
         <input
           ref={field}
@@ -150,12 +149,6 @@ function right(table: Groups, at: number): string {
   return Math.abs(whole - Math.round(whole)) < 0.01 ? `${Math.round(whole)}/${table.answers[at]}` : number(share, 'share')
 }
 
-interface GroupData {
-  answers: Answer[]
-  meanings: Record<string, string>
-  without_tokens: string | null
-}
-
 function Group(props: {
   run: string
   kind: string
@@ -185,6 +178,8 @@ function Group(props: {
     h: () => go(-1), ArrowLeft: () => go(-1),
     c: () => change({ color: COLORINGS[(COLORINGS.indexOf(coloringOf(current('color'))) + 1) % COLORINGS.length] }),
   })
+  const other = words.get('beside')
+  const tokens = answer && <Tokens run={run} answer={answer} meanings={data!.meanings} without={data!.without_tokens} coloring={coloring} search={props.search} />
   const [label, why] = OUTCOMES[table.outcome[at]] ?? [table.outcome[at], '']
   return (
     <div class={stale ? 'group stale' : 'group'}>
@@ -196,7 +191,7 @@ function Group(props: {
       {error && <Problem>{error}</Problem>}
       {answer && <Prompt run={run} answer={answer} />}
       {answers.length > 0 && <AnswerTable answers={answers} place={place} hits={props.hits} pinned={pinned} />}
-      {answer && <Tokens run={run} answer={answer} meanings={data!.meanings} without={data!.without_tokens} coloring={coloring} search={props.search} />}
+      {answer && (other ? <Beside run={run} step={step} kind={kind} uid={table.uid[at]} other={other} words={words} answer={answer} coloring={coloring}>{tokens}</Beside> : tokens)}
       <Follow run={run} kind={kind} uid={table.uid[at]} />
     </div>
   )
@@ -278,21 +273,9 @@ function versions(answer: Answer): string {
   return answer.oldest_version === answer.newest_version ? `${answer.newest_version}` : `${answer.oldest_version}–${answer.newest_version}`
 }
 
-interface Followed {
-  rows: { step: number; group: number; outcome: string; accuracy: number; reward: number; length: number }[]
-  read: number
-  steps: number
-  is_done: boolean
-}
-
 function Follow({ run, kind, uid }: { run: string; kind: string; uid: string }) {
   const theme = useTheme()
-  const { data, again } = useData<Followed>(query('run/prompt', { run, kind, uid }), [run])
-  useEffect(() => {
-    if (!data || data.is_done) return
-    const timer = setTimeout(again, 500)
-    return () => clearTimeout(timer)
-  }, [data])
+  const { data } = useFollowed(run, kind, uid)
   const option = useMemo(() => {
     const rows = data?.rows ?? []
     const steps = rows.map((row) => row.step)

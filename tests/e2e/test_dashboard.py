@@ -265,6 +265,23 @@ def test_answers_are_reached_by_clicks_and_keys_and_by_their_address(look: Watch
     page.get_by_role("heading", name="Who waited for whom").wait_for()
 
 
+def test_answers_to_one_prompt_stand_beside_those_of_another_run(look: Watched) -> None:
+    page = look.open("answers?run=tiny&kind=held_out&step=0")
+    prompt = page.locator(".group .head h2")
+    prompt.wait_for()
+    page.get_by_label("Beside").select_option("evil <b>run<")
+    other = page.get_by_role("region", name="Beside: evil <b>run<")
+    texts = "e => e.textContent"
+    other.locator(".tokens span").first.wait_for()
+    first = page.locator(".beside > section").first.locator(".tokens")
+    assert other.locator(".tokens").evaluate(texts) == first.evaluate(texts)  # it is a copy
+    page.get_by_label("Answer beside").select_option("g0")
+    other.get_by_text(re.compile("held out|greedy, reward")).first.wait_for()
+    page.get_by_label("Beside", exact=True).select_option("tiny")
+    expect(page.get_by_label("Step beside")).to_have_value(str(STEPS))  # the other evaluation
+    expect(page.get_by_role("region", name="tiny, step 0")).to_be_visible()
+
+
 def test_titles_of_charts_explain_them_to_mouse_and_keyboard(look: Watched) -> None:
     page = look.open("overview?runs=tiny")
     title = page.get_by_role("button", name="Entropy", exact=True)

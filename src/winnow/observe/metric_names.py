@@ -25,7 +25,7 @@ class Metric(NamedTuple):
     """Empty for numbers without one."""
     meaning: str
     healthy: str
-    """How it is in a run that learns; empty where that cannot be said."""
+    """Its course in a run that learns; empty where none can be named."""
     verl: str
     """Its nearest relative in verl; empty where there is none."""
 

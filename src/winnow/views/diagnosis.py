@@ -146,7 +146,7 @@ class Rule(NamedTuple):
     figure: str = ""
     """The figure that so many of them must have; empty: any run has what the rule looks at."""
     recorded_by: str = ""
-    """What records it."""
+    """The runs that record it, as a clause."""
     evaluations: int = 0
     """Evaluations before the rule can fire."""
 
