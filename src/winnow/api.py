@@ -356,6 +356,7 @@ def score(
     function: str | None = None,
     prompt: str = "",
     extra_info: Mapping[str, Any] | None = None,
+    recipe: str | None = None,
     overrides: Sequence[str] = (),
 ) -> list[Score]:
     """Score answers to one prompt as a run would: same scorers, limits and sandbox.
@@ -366,6 +367,7 @@ def score(
             function scores.
         function: FILE.py or FILE.py:NAME with a reward function of yours.
         extra_info: what the scorer gets beside the truth.
+        recipe: its section `reward` scores; None is the defaults.
         overrides: settings, such as `reward.timeout_s=2`.
 
     Raises:
@@ -385,7 +387,7 @@ def score(
         raise ConfigError("score needs a source or a function, got neither")
     path, _, name = (function or "").partition(":")
     words = [f"reward.function.path={path}"] if path else []
-    config = parse_recipe(None, [*words, *([f"reward.function.name={name}"] if name else []),
+    config = parse_recipe(recipe, [*words, *([f"reward.function.name={name}"] if name else []),
                                    "reward.on_failure=wrong", *overrides])  # fmt: skip
     nothing: IntArray = np.zeros(0, np.int64)
     extra = {"extra_info": dict(extra_info or {})}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ from tests.winnow_command import WINNOW, in_forked_process, in_this_process, win
 from winnow import __version__
 from winnow.config.files import available_recipes
 from winnow.config.load import load_recipe
+from winnow.observe.jsonl import read_metrics
 
 pytestmark = pytest.mark.slow
 SMALL = (*SETTINGS, "trainer.steps=2", "observe.console=plain")
@@ -157,31 +159,72 @@ def test_a_run_whose_folder_is_taken_away_stops_and_makes_no_other(home: Path) -
     assert not (home / "runs/gone").exists()
 
 
+TEMPLATES = "format", "maths", "code", "judge", "environment"
+
+
+def init(home: Path, *words: str) -> tuple[Path, list[str]]:
+    """A new folder, and the commands that are printed, to be run in it."""
+    said = winnow(home, "init", *words).check().out
+    entering, *commands = re.findall(r"^  (\S.*?)(?:  |$)", said, re.MULTILINE)
+    assert entering.startswith("cd ")
+    return home / shlex.split(entering)[1], commands
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_new_folder_has_a_reward_that_passes_its_test_and_recipes_that_load(
+    template: str, home: Path
+) -> None:
+    folder, commands = init(home, f"my {template}", "--template", template)
+    programs = [["-m", "pytest", "-q", "-p", "no:cacheprovider"]] * (template == "format")
+    for program in ([], *programs):
+        test = [sys.executable, *program, commands[0].split()[1]]
+        done = subprocess.run(test, cwd=folder, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    real, toy = (load_recipe(str(folder / f"{name}.yaml")) for name in ("recipe", "toy"))
+    assert (real.sampling.filter.name, real.optim.lr, real.reward) == ("variance", 5e-6, toy.reward)
+    assert toy.model.path == "runs/warm-up/checkpoints/step-600/model"
+    again = winnow(home, "init", folder.name)
+    assert (again.code, again.err) == (
+        2,
+        f"winnow: {folder.name} is not empty; choose a new folder\n",
+    )
+
+
 @pytest.mark.parametrize("template", ["reward", "environment"])
-def test_a_new_folder_trains_scores_and_tests_as_its_commands_say(
+def test_a_new_folder_for_a_model_trains_and_scores_as_its_commands_say(
     template: str, home: Path
 ) -> None:
     tokenizer = byte_level_bpe(["What is 11 + 10? End with the number."], chat=True)
     shape = {"vocab_size": len(tokenizer), "eos_token_id": 0, "max_position_embeddings": 1024}
     save(digits_model(**shape), tokenizer, home / "tiny")
-    name = f"my {template}"
-    said = winnow(home, "init", name, "--model", "tiny", "--template", template).check().out
-    commands = re.findall(r"^  (cd|python|winnow) (.*?)(?:  |$)", said, re.MULTILINE)
-    assert [word for word, _ in commands] == ["cd", "python", "winnow", "winnow"]
-    folder = home / shlex.split(commands[0][1])[0]
-    made = load_recipe(str(folder / "recipe.yaml"))
-    assert (made.sampling.filter.name, made.optim.lr) == ("variance", 5e-6)
-    for program in ([], ["-m", "pytest", "-q", "-p", "no:cacheprovider"]):
-        subprocess.run(
-            [sys.executable, *program, commands[1][1]], cwd=folder, check=True, capture_output=True
-        )
-    for _, words in commands[2:]:
-        more = ["trainer.steps=2", "sampling/filter=none"] if words.startswith("train") else []
+    name = f"for tiny {template}"
+    folder, (_, *commands) = init(home, name, "--model", "tiny", "--template", template)
+    assert [*folder.glob("toy*"), *folder.glob("warm_up*")] == []
+    for command in commands:
+        more = ["trainer.steps=2", "sampling/filter=none"] if "train" in command else []
         more += ["reward.workers=0"] if template == "reward" else ["environment.workers=1"]
-        winnow(folder, *shlex.split(words), *more).check()
+        winnow(folder, *shlex.split(command)[1:], *more).check()
     assert (folder / "runs/first/checkpoints/step-2/model/model.safetensors").is_file()
-    again = winnow(home, "init", name)
-    assert (again.code, again.err) == (2, f"winnow: {name} is not empty; choose a new folder\n")
+
+
+@pytest.mark.real
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_commands_of_a_new_folder_teach_the_toy_model(template: str, home: Path) -> None:
+    folder, commands = init(home, template, "--template", template)
+    place = {**os.environ, "PATH": f"{WINNOW.parent}:{os.environ['PATH']}", "PWD": str(folder)}
+    place |= {"WINNOW_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1"}
+    script = "set -e\ntrap 'kill $(jobs -p) 2> /dev/null || true' EXIT\n" + "\n".join(commands)
+    log = folder / "said.txt"
+    with log.open("w") as file:
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=folder, env=place, stdout=file, stderr=file
+        )
+    assert done.returncode == 0, log.read_text()[-3000:]
+    records = read_metrics(folder / "runs/first/metrics.jsonl")
+    right = [v for r in records for key, v in r.items() if re.fullmatch("eval/.*/pass@1", key)]
+    assert len(right) == 5
+    assert right[-1] - right[0] > 0.25
 
 
 SCORE = """
