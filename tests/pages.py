@@ -32,6 +32,10 @@ _NEEDS = {
     "winnow … trainer/strategy=megatron": (
         "needs GPUs: tests/e2e/test_megatron.py trains with it, with answers in CUDA's place"
     ),
+    **dict.fromkeys(
+        ("winnow train … eight_gpus.yaml", "winnow train … lora.yaml"),
+        "needs GPUs: tests/e2e/test_guides.py plans it at its size",
+    ),
     "winnow … cluster=ray": (
         "needs a Ray cluster: tests/e2e/test_pools.py trains with these settings on two nodes"
     ),
@@ -69,6 +73,14 @@ class Typed:
 def code_blocks(page: str) -> Iterator[tuple[str, str]]:
     """Kind and text of each fenced block."""
     yield from re.findall(r"^```(\w*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
+def write_shown_files(page: str, folder: Path) -> None:
+    """Write the recipes and programs of a page, each named in backticks before its block."""
+    for name, code in re.findall(r"`(\w+\.\w+)`[^`]*?```\w+\n(.*?)^```", page, re.S | re.M):
+        if name.endswith((".py", ".yaml")):
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).write_text(code)
 
 
 def typed(page: str) -> list[Typed]:

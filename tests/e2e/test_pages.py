@@ -27,7 +27,7 @@ from tests.generate_server import GenerateServers
 from tests.hubs import Hub
 from tests.integration.data.test_prepare_hub import publish
 from tests.judges import judging
-from tests.pages import PAGES, ROOT, Typed, code_blocks, typed
+from tests.pages import PAGES, ROOT, Typed, code_blocks, typed, write_shown_files
 from tests.reward_models import classifier_folder
 from tests.small_models import byte_level_bpe, digits_model, save
 from tests.winnow_command import Outcome, in_this_process, python
@@ -171,12 +171,7 @@ class Reader:
         for file in home.iterdir():
             if file.name not in ("runs", "cache"):
                 (folder / file.name).symlink_to(file)
-        for name, code in re.findall(
-            r"`(\w+\.\w+)`[^`]*?```\w+\n(.*?)^```", self.text, re.S | re.M
-        ):
-            if name.endswith((".py", ".yaml")):
-                (folder / name).unlink(missing_ok=True)
-                (folder / name).write_text(code)
+        write_shown_files(self.text, folder)
         made = {f"runs/{name}" for name in re.findall(r"run\.name=(\w+)", self.text)}
         for name in {*WANTED.findall(self.text)} - made:
             if not (folder / name.replace("*", "1")).exists():
@@ -252,7 +247,8 @@ def additions(words: list[str]) -> tuple[str, ...]:
     """What makes a command small."""
     if words[0] == "train" and "--help-config" not in words:
         task = SMALL_TASK if "quickstart" in words and "data/task" not in str(words) else ()
-        start = SMALL_START if "quickstart" in words and "warm_start=" not in str(words) else ()
+        is_warm = words[1].startswith("quickstart") and "warm_start=" not in str(words)
+        start = SMALL_START if is_warm else ()
         workers = ("reward.workers=0",) if "reward.function" in str(words) else ()
         model = ("model.path=FOLDER",) if "smollm2" in words else ()
         return *SMALL, *task, *start, *workers, *model
@@ -260,6 +256,8 @@ def additions(words: list[str]) -> tuple[str, ...]:
         return () if "--port" in words else ("--port", "0")
     if words[:2] == ["plan", "dapo_qwen2.5_32b"]:  # as many ranks as fit, of a small model
         return "cluster=local", "trainer/strategy=single", "rollout/engine=torch"
+    if words[0] == "plan" and words[1].endswith(".yaml"):  # at full size: test_guides.py
+        return ("model.path=FOLDER",)
     short = {"sft": SMALL_DEMONSTRATIONS, "eval": SMALL_EVALUATION, "reward": ("reward.workers=0",)}
     return short.get(words[0], ())
 

@@ -50,6 +50,14 @@ def geometry_row(split: str) -> dict[str, Any]:
     return {"images": images, "problem": "<image>Find x.", "answer": split, "ground_truth": "B"}
 
 
+def mbpp_row(split: str) -> dict[str, Any]:
+    """A problem with one assert, in the layout of the sanitized set."""
+    return {
+        "task_id": 1, "prompt": f"Write one() for {split}.", "code": "def one(): return 1",
+        "test_imports": [], "test_list": ["assert one() == 1"],
+    }  # fmt: skip
+
+
 def publish(hub: Hub) -> None:
     """Small files where the real ones lie, in their layouts."""
     problems = [
@@ -76,6 +84,10 @@ def publish(hub: Hub) -> None:
             "data/aime-2024.parquet": parquet([dapo_row("x", "033")] * 32)
         },
         "math-ai/aime25": {"test.jsonl": b'{"problem": "x", "answer": "70", "id": "0"}\n'},
+        "google-research-datasets/mbpp": {
+            f"sanitized/{split}-00000-of-00001.parquet": parquet([mbpp_row(split)])
+            for split in ("train", "test")
+        },
         "hiyouga/geometry3k": {
             f"data/{split}-00000-of-00001.parquet": parquet([geometry_row(split)])
             for split in ("train", "validation", "test")
