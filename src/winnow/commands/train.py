@@ -159,11 +159,10 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
             others = _make_sinks(config, folder, sink)
             sinks = Sinks([sink, metrics, heartbeat, end, *trace, *others])
-            tell = trace[0] if trace else no_timeline
             text = dump_config(saved_config, recipe_name(str(folder.config)))
             context = RunContext(
                 config, text, policy, folder, sinks, metrics, options.stop, rewards, placed,
-                partial(_note, sink), tell, begin, options.on_step,
+                partial(_note, sink), trace[0] if trace else no_timeline, begin, options.on_step,
             )  # fmt: skip
             run = _build(context, data, sink)
             _restore(context, opened, run, sink)
