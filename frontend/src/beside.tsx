@@ -3,7 +3,7 @@ import type { ComponentChildren } from 'preact'
 import { useEffect } from 'preact/hooks'
 import { query, useData, type Answer, type Run } from './api'
 import { fixed, number, OUTCOMES } from './format'
-import { Empty, Images, Problem } from './parts'
+import { Empty, Images, nearest, Problem } from './parts'
 import { change } from './route'
 import { Tokens, type Coloring } from './tokens'
 
@@ -58,9 +58,10 @@ export function Beside(props: {
   const followed = useFollowed(other, kind, uid)
   const rows = (followed.data?.rows ?? []).filter((row) => other !== run || row.step !== step)
   const wanted = words.get('beside_step') ?? step
-  const row = rows.find((each) => each.step === Number(wanted)) ?? rows.reduce<typeof rows[0] | null>((best, each) => (
-    !best || Math.abs(each.step - Number(wanted)) < Math.abs(best.step - Number(wanted)) ? each : best), null)
-  const url = row && query('run/group', { run: other, kind, step: row.step, group: row.group })
+  // The nearest one is known when all steps are read.
+  const near = followed.data?.is_done ? rows[nearest(rows.map((each) => each.step), Number(wanted))] : undefined
+  const row = rows.find((each) => each.step === Number(wanted)) ?? near
+  const url = row === undefined ? null : query('run/group', { run: other, kind, step: row.step, group: row.group })
   const { data, error } = useData<GroupData>(url, [])
   const found = url && !error ? data : null
   const answers = found?.answers ?? []
@@ -81,7 +82,7 @@ export function Beside(props: {
           </select></>
         )}</h2>
         {(followed.error ?? error) && <Problem>{followed.error ?? error}</Problem>}
-        {followed.data && !row && <Empty>{followed.data.is_done ? `${other} has not asked this prompt ${other === run ? 'in another step' : 'so far'}.` : `Not in the ${followed.data.read} of ${followed.data.steps} steps read so far.`}</Empty>}
+        {followed.data && !row && <Empty>{followed.data.is_done ? `${other} has not asked this prompt ${other === run ? 'in another step' : 'so far'}.` : `Looking for the prompt: ${followed.data.read} of ${followed.data.steps} steps are read.`}</Empty>}
         {shown && (
           <>
             <p class="dim">

@@ -275,11 +275,6 @@ def test_answers_to_one_prompt_stand_beside_those_of_another_run(look: Watched) 
     other.locator(".tokens span").first.wait_for()
     first = page.locator(".beside > section").first.locator(".tokens")
     assert other.locator(".tokens").evaluate(texts) == first.evaluate(texts)  # it is a copy
-    page.get_by_label("Answer beside").select_option("g0")
-    other.get_by_text(re.compile("held out|greedy, reward")).first.wait_for()
-    page.get_by_label("Beside", exact=True).select_option("tiny")
-    expect(page.get_by_label("Step beside")).to_have_value(str(STEPS))  # the other evaluation
-    expect(page.get_by_role("region", name="tiny, step 0")).to_be_visible()
 
 
 def test_titles_of_charts_explain_them_to_mouse_and_keyboard(look: Watched) -> None:
