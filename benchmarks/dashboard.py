@@ -3,22 +3,26 @@
     python -m benchmarks.dashboard [--asks 40] [--out benchmarks/results/dashboard.md]
 
 Two runs are made with the writers of real ones: `long` has 2,000 steps of 64 answers with their
-tokens, `wide` 20 steps of 8,192 answers with numbers alone. A server of its own process is asked
-for the data of each page over HTTP, as a browser does; what a page asks for at once is asked in
-turn, and counted together. Bytes are those that the server's process reads of files
-(/proc/PID/io), the page cache's included.
+tokens, `wide` 20 steps of 8,192 answers with numbers alone. `sweep` is 30 runs of 5,000 steps
+without answers, each step with as many figures as one of the quickstart's. A server of its own
+process is asked for the data of each page over HTTP, as a browser does; what a page asks for at
+once is asked in turn, and counted together. Bytes are those that the server's process reads of
+files (/proc/PID/io), the page cache's included. Chromium, where it is installed, opens the overview
+of the sweep; its time is from the navigation to the frame after the last chart.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -30,8 +34,11 @@ from winnow.observe.rollouts import RolloutGroup, write_rollouts
 from winnow.observe.trace import TraceFile
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
-LONG, WIDE = "long", "wide"
-N, TOKENS, FIGURES = 8, 400, 120
+LONG, WIDE, SWEEP = "long", "wide", "sweep"
+N, TOKENS, FIGURES = 8, 400, 134
+SWEEP_RUNS, SWEEP_STEPS, EVAL_EVERY = 30, 5000, 50
+DRAWN = """() => document.querySelectorAll('.curves .chart canvas').length === 12 &&
+new Promise(done => requestAnimationFrame(() => setTimeout(() => done(performance.now()))))"""
 CONFIG = "run: {name: %s}\ntrainer: {steps: %d}\nrollout: {max_response_tokens: 512}\n"
 FIGURE_NAMES = (
     *("sampling/accuracy", "score/reward/mean", "length/response/mean", "actor/entropy"),
@@ -93,6 +100,33 @@ def make_run(folder: RunFolder, steps: int, answers: int, has_tokens: bool) -> N
     trace.close()
 
 
+def make_sweep(folder: Path) -> None:
+    """Write the metrics of many long runs, each a random walk, and one trace that all share."""
+    dice = np.random.default_rng(2)
+    names = [*FIGURE_NAMES, *(f"more/figure_{n}" for n in range(FIGURES - len(FIGURE_NAMES)))]
+    for n in range(SWEEP_RUNS):
+        run = RunFolder(folder / f"lr-{n % 10}-seed-{n // 10}")
+        run.path.mkdir(parents=True)
+        run.save_config(CONFIG % (run.path.name, SWEEP_STEPS) + f"optim: {{lr: {n % 10 + 1}e-5}}\n")
+        rows = np.abs(np.cumsum(dice.normal(size=(SWEEP_STEPS, FIGURES)), 0)) / 100
+        with run.metrics.open("w") as file:
+            for step, row in enumerate(rows.tolist(), start=1):
+                record = {"step": step, **dict(zip(names, row, strict=True))}
+                if step % EVAL_EVERY == 0:
+                    record |= {f"eval/digits/{name}": row[0] for name in ("pass@1", "avg@4")}
+                file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        if n:
+            run.trace.symlink_to(folder / "lr-0-seed-0" / run.trace.name)
+            continue
+        trace = TraceFile(run.trace)
+        for step in range(1, SWEEP_STEPS + 1):
+            now = time.perf_counter()
+            for part in range(20):
+                trace("trainer", f"phase {part % 7}", now + part, now + part + 0.9)
+            trace.log(step, {})
+        trace.close()
+
+
 def tokenizer_json() -> str:
     """A tokenizer of 256 bytes and a few special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -111,7 +145,7 @@ def pages(run: str, steps: int, answers: int, dice: np.random.Generator) -> dict
     where = f"run={run}&kind=training&step={step}"
     names = "&".join(f"names={name}" for name in FIGURE_NAMES)
     return {
-        "Overview": ["runs", f"series?runs={run}&names=eval/*&{names}"],
+        "Overview": ["runs", f"series?runs={run}&names=eval/*&{names}&points=250"],
         "Answers, a step": [f"run/steps?run={run}", f"run/groups?{where}"],
         "Answers, a prompt": [
             f"run/group?{where}&group={group}",
@@ -125,6 +159,21 @@ def pages(run: str, steps: int, answers: int, dice: np.random.Generator) -> dict
         ],
         "System": [f"run/system?run={run}", f"series?runs={run}&names=memory/*&names=ranks/*"],
         "Alarms": [f"run/alarms?run={run}"],
+    }
+
+
+def sweep_pages(runs: Sequence[str], dice: np.random.Generator) -> dict[str, list[str]]:
+    """The addresses that each page asks for, of all runs or of the first."""
+    some = pages(runs[0], SWEEP_STEPS, N, dice)
+    together = "&".join(f"runs={run}" for run in runs)
+    names = some["Overview"][1].partition("&names=")[2]
+    one = f"series?{together}&names=actor/entropy&points="
+    return {
+        f"Overview, {len(runs)} runs": ["runs", f"series?{together}&names={names}"],
+        "List of runs": ["runs"],
+        f"A large chart, {len(runs)} runs": [f"{one}{30_000 // len(runs)}"],
+        f"CSV, {len(runs)} runs": [f"{one}1000000000"],
+        **{name: urls for name, urls in some.items() if not name.startswith("Answers")},
     }
 
 
@@ -154,6 +203,51 @@ def served(folder: Path) -> Iterator[tuple[str, int]]:
         process.wait()
 
 
+def resident_mb(pid: int) -> float:
+    """Memory of a process at its most."""
+    found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) / 1000 if found else 0.0
+
+
+def measure_sweep(folder: Path, asks: int) -> list[str]:
+    """Ask for each page of many runs, the first at once after the start; returns rows."""
+    runs = sorted(each.name for each in folder.iterdir())
+    dice = np.random.default_rng(1)
+    for url, pid in served(folder):
+        start = resident_mb(pid)
+        with httpx.Client(base_url=f"{url}/api/", trust_env=False, timeout=600) as client:
+            rows = [
+                time_page(
+                    client, pid, SWEEP, name, lambda name=name: sweep_pages(runs, dice)[name], asks
+                )
+                for name in sweep_pages(runs, dice)
+            ]
+        memory = f"memory: {start:.0f} MB at first, {resident_mb(pid):.0f} MB at most"
+        lines = memory, *browser_times(url, runs)
+        rows += [f"| {SWEEP} | {line} | | | | |" for line in lines]
+    return rows
+
+
+def browser_times(url: str, runs: Sequence[str], times: int = 6) -> Iterator[str]:
+    """Open the overview of all runs in a browser; yields what it took."""
+    if not (path := shutil.which("chromium")):
+        return
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as started:
+        flags = ["--no-sandbox", "--disable-gpu"]
+        page = started.chromium.launch(executable_path=path, args=flags).new_page()
+        page.set_default_timeout(120_000)
+        for count in (1, len(runs)):
+            found = []
+            for _ in range(times):
+                page.goto("about:blank")
+                page.goto(f"{url}/#/overview?" + "&".join(f"runs={run}" for run in runs[:count]))
+                found.append(page.wait_for_function(DRAWN).json_value())
+            told = f"first {found[0]:.0f} ms, then {min(found[1:]):.0f} to {max(found[1:]):.0f} ms"
+            yield f"browser, overview of {count}: {told}"
+
+
 def measure(folder: Path, shape: dict[str, tuple[int, int]], asks: int) -> list[str]:
     """Ask for each page; returns rows of a table."""
     rows = []
@@ -174,22 +268,35 @@ def ask(client: httpx.Client, pid: int, run: str, steps: int, answers: int, asks
         f"| {run} | background, once | | {time.perf_counter() - began:.1f} s | "
         f"{seconds_used(pid) - used:.1f} s | {(bytes_read(pid) - before) / 1e6:.1f} MB |"
     ]
-    for name in pages(run, steps, answers, dice):
-        times: list[float] = []
-        for turn in range(asks + 1):
-            if turn == 1:
-                before, used = bytes_read(pid), seconds_used(pid)
-            urls = pages(run, steps, answers, dice)[name]
-            began = time.perf_counter()
-            for url in urls:
-                client.get(url).raise_for_status()
-            times.append(time.perf_counter() - began)
-        rows.append(
-            f"| {run} | {name} | {1e3 * times[0]:.0f} ms | {1e3 * np.percentile(times[1:], 95):.0f}"
-            f" ms | {1e3 * (seconds_used(pid) - used) / asks:.0f} ms | "
-            f"{(bytes_read(pid) - before) / asks / 1e6:.2f} MB |"
+    return rows + [
+        time_page(
+            client, pid, run, name, lambda name=name: pages(run, steps, answers, dice)[name], asks
         )
-    return rows
+        for name in pages(run, steps, answers, dice)
+    ]  # fmt: skip
+
+
+def time_page(
+    client: httpx.Client, pid: int, run: str, name: str, urls: Callable[[], list[str]], asks: int
+) -> str:
+    """Ask for a page `asks` times after a first one; returns a row of the table."""
+    times: list[float] = []
+    for turn in range(asks + 1):
+        if turn == 1:
+            before, used = bytes_read(pid), seconds_used(pid)
+        wanted = urls()
+        began = time.perf_counter()
+        for url in wanted:
+            client.get(url).raise_for_status()
+        times.append(1e3 * (time.perf_counter() - began))
+    p50, p95, most = np.percentile(times[1:], (50, 95, 100))
+    cpu = 1e3 * (seconds_used(pid) - used) / asks
+    row = (
+        f"| {run} | {name} | {times[0]:.0f} ms | {p50:.0f} / {p95:.0f} / {most:.0f} ms | "
+        f"{cpu:.0f} ms | {(bytes_read(pid) - before) / asks / 1e6:.2f} MB |"
+    )
+    print(row, flush=True)
+    return row
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -198,21 +305,27 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--asks", type=int, default=40)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, help="Keep the runs here, or take those there are.")
+    parser.add_argument("--runs", choices=(LONG, WIDE, SWEEP), nargs="*", help="Of these alone.")
     given = parser.parse_args(words)
-    shape = {LONG: (2000, 64), WIDE: (20, 8192)}
+    chosen = given.runs or (LONG, WIDE, SWEEP)
+    shape = {run: each for run, each in {LONG: (2000, 64), WIDE: (20, 8192)}.items()
+             if run in chosen}  # fmt: skip
     with tempfile.TemporaryDirectory() as made:
         folder = given.folder or Path(made)
         for run, (steps, answers) in shape.items():
             if not (folder / run).exists():
                 make_run(RunFolder(folder / run), steps, answers, has_tokens=run == LONG)
+        if SWEEP in chosen and not (folder / SWEEP).exists():
+            make_sweep(folder / SWEEP)
         sizes = {
             run: sum(each.stat().st_size for each in (folder / run).rglob("*") if each.is_file())
-            for run in shape
+            for run in chosen
         }
         lines = [
-            "| run | page | first | p95 | CPU, mean | read |",
+            "| run | page | first | p50 / p95 / max | CPU, mean | read |",
             "|---|---|---|---|---|---|",
             *measure(folder, shape, given.asks),
+            *(measure_sweep(folder / SWEEP, given.asks) if SWEEP in chosen else ()),
         ]
     told = ", ".join(f"`{run}` {size / 1e6:.0f} MB" for run, size in sizes.items())
     load = f"Load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."

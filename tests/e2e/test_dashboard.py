@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from numpy.typing import NDArray
 from tests.fault.quick_lab import QuickLab
 from tests.forked import Server
 from tests.pauses import go_on
@@ -51,16 +52,28 @@ STEPS = 5
 WIDER = """[...document.querySelectorAll('.panel')].filter(each => each.scrollWidth >
 each.clientWidth).map(each => each.getAttribute('aria-label'))"""
 LABELS = """(() => {
-  const { fillText, clearRect } = CanvasRenderingContext2D.prototype
+  const { fillText, clearRect, beginPath, lineTo, stroke } = CanvasRenderingContext2D.prototype
   Object.assign(CanvasRenderingContext2D.prototype, {
-    clearRect(...all) { this.canvas.labels = []; return clearRect.apply(this, all) },
+    clearRect(...all) {
+      this.canvas.labels = []
+      this.canvas.lines = []
+      return clearRect.apply(this, all)
+    },
+    beginPath() { this.path = []; return beginPath.call(this) },
+    lineTo(x, y) { this.path?.push(y); return lineTo.call(this, x, y) },
+    stroke(...all) {
+      this.canvas.lines?.push([this.lineWidth, this.path])
+      return stroke.apply(this, all)
+    },
     fillText(text, x, y) {
       (this.canvas.labels ??= []).push([text, y + this.getTransform().f])
       return fillText.call(this, text, x, y)
     },
   })
 })()"""
-"""Keeps the texts that a canvas shows, each with its height."""
+"""Keeps the texts that a canvas shows, each with its height, and its lines by width as heights."""
+DRAWN = """document.querySelector('.chart[aria-label=Entropy] canvas').lines.filter(each =>
+each[1]?.length > 50).length"""
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 
@@ -632,11 +645,82 @@ def test_axes_have_round_numbers_and_no_label_twice(look: Watched) -> None:
     thousands = ["0", *(f"{n},000" for n in range(1, 6))]
     assert labels("Accuracy in training") == ([f"{n} %" for n in range(0, 101, 25)], thousands)
     assert labels("Entropy")[0] == [f"{n / 10}e−5" for n in (20, 22, 24, 26)]  # noqa: RUF001
-    assert labels("Time of a step")[0] == [f"72.{n} s" for n in range(25, 41, 5)]
+    assert labels("Time of a step")[0] == [f"72.{n} s" for n in range(20, 41, 5)]
     page = look.open("tokens?run=long")
     assert labels("Tokens by use and step")[1] == [str(n) for n in range(0, 5001, 500)]
     page.goto("about:blank")
     shutil.rmtree(folder)
+
+
+@pytest.mark.real
+def test_thirty_runs_of_5000_steps_are_drawn_as_their_files_have_them(
+    window: Watched, tmp_path: Path
+) -> None:
+    steps, names = 5000, [f"sweep-{n:02}" for n in range(30)]
+    values = 0.01 * np.random.default_rng(0).random((30, steps)) + np.linspace(0, 1, steps)
+    values[7, 1234] = 3.0  # one spike in 5,000 steps
+    for n, name in enumerate(names):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(f"optim: {{lr: {n + 1}}}\n")
+        more = {f"score/parts/{each}/mean": 0.5 for each in range(20)}
+        records = ({"step": at, "actor/entropy": value, **more}
+                   for at, value in enumerate(values[n].tolist(), start=1))  # fmt: skip
+        text = "".join(json.dumps(each) + "\n" for each in records)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+
+    def drawn(run: str) -> dict[float, NDArray[np.float64]]:
+        """The curves of a run by width: 1 as it is, 2 smoothed."""
+        page = window.open(f"overview?runs={run}&smooth=0.05")
+        canvas = page.locator(".chart[aria-label=Entropy] canvas")
+        canvas.wait_for()
+        texts = [(text, y) for text, y in canvas.evaluate("each => each.labels")]
+        bottom = max(y for _, y in texts)
+        left = [(float(text), y) for text, y in texts if y < bottom]
+        scale = np.polyfit([y for _, y in left], [value for value, _ in left], 1)
+        lines = canvas.evaluate("each => each.lines")
+        return {width: np.polyval(scale, ys) for width, ys in lines if ys and len(ys) > 50}
+
+    window.faults.clear()
+    window.page.set_default_timeout(120_000)
+    with listening(Dashboard([str(tmp_path)])) as window.url:
+        page = window.open("overview")
+        shown = page.locator(".runs td.name")
+        expect(shown).to_have_count(30, timeout=120_000)
+        page.get_by_role("button", name="optim.lr").click()
+        page.get_by_role("button", name="optim.lr ↑").click()
+        expect(shown).to_have_text(names[::-1])
+        page.get_by_role("row", name="sweep-03").get_by_label("Pin").click()
+        page.get_by_role("row", name="sweep-05").get_by_label("Hide").click()
+        expect(shown).to_have_count(29)
+        expect(shown.first).to_have_text("sweep-03")
+        page.get_by_label("Search runs").fill("optim.lr=8")
+        expect(shown).to_have_text(["sweep-07"])
+        page.get_by_label("Search runs").fill("")
+        page.get_by_label("Draw all").check()
+        expect(page.locator(".legend").first.locator("span")).to_have_count(29)
+        # Each of the 29 as it is, and smoothed.
+        page.wait_for_function(f"() => {DRAWN} === 58")
+        page.locator(".chart[aria-label=Entropy]").hover()
+        tip = page.locator(".tip:visible")
+        expect(tip.locator(".tip-row")).to_have_count(29, timeout=120_000)
+        expect(tip.locator(".tip-row").first).to_contain_text(re.compile(r"steps \d+ to \d+"))
+        raw = drawn("sweep-07")[1]
+        assert (raw.max(), raw[-1]) == pytest.approx((3.0, values[7, -1]), abs=0.05)
+        weights = (1 - 1 / (0.05 * steps)) ** np.arange(steps)[::-1]
+        smoothed = float(np.average(values[0], weights=weights))
+        assert smoothed < 0.96
+        assert drawn("sweep-00")[2][-1] == pytest.approx(smoothed, abs=0.015)
+        page.get_by_role("button", name="Larger").nth(4).click()
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="CSV").click()
+        rows = [line.split(",") for line in saved.value.path().read_text().splitlines()[1:]]
+        assert [int(row[2]) for row in rows] == [*range(1, steps + 1)]
+        assert [float(row[3]) for row in rows] == pytest.approx(values[0].tolist(), abs=1e-5)
+        page.get_by_role("link", name="System", exact=True).click()
+        page.get_by_text("No warnings").wait_for()
+        page.goto("about:blank")
+    window.page.set_default_timeout(20_000)
+    assert window.faults == []
 
 
 def test_what_a_model_wrote_is_shown_as_text_wherever_it_stands(look: Watched) -> None:

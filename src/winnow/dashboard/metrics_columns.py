@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
@@ -41,6 +42,8 @@ by their mean."""
 _TAIL_BYTES = 1 << 16
 _MOST_LINES = 1000
 """Lines whose records are held at once."""
+_MOST_TEXTS = 8
+"""Requests for a run's curves whose answers are kept."""
 _READINGS = count()
 
 
@@ -57,6 +60,7 @@ class MetricsColumns:
         self._line = 0
         self._steps: list[int] = []
         self._columns: dict[str, array[float]] = {}
+        self._texts: dict[tuple[tuple[str, ...], int], str] = {}
         self._problems: list[str] = []
 
     def refresh(self, size: int) -> None:
@@ -72,6 +76,8 @@ class MetricsColumns:
             lines, is_new = self._file.read_lines(size)
             if is_new:
                 self._reset()
+            if lines:
+                self._texts.clear()
             parts = lines.split(b"\n")[:-1]
             for start in range(0, len(parts), _MOST_LINES):
                 self._add_lines(parts[start : start + _MOST_LINES])
@@ -103,6 +109,11 @@ class MetricsColumns:
             column.extend([math.nan] * (len(self._steps) - len(column)))
             column.frombytes(values.tobytes())
         self._steps += [int(each["step"]) for each in records]
+
+    @property
+    def n_rows(self) -> int:
+        """Rows that were read."""
+        return len(self._steps)
 
     @property
     def n_bytes(self) -> int:
@@ -143,6 +154,17 @@ class MetricsColumns:
                     if row < len(column) and not math.isnan(value := column[row])})
                 for row in rows
             ]  # fmt: skip
+
+    def curves_json(self, patterns: Collection[str], every: int) -> str:
+        """Return `curves` as JSON, made once until a row is added."""
+        key = tuple(patterns), every
+        with self._lock:
+            if key not in self._texts:
+                text = json.dumps(self.curves(patterns, every), separators=(",", ":"))
+                self._texts[key] = text
+                if len(self._texts) > _MOST_TEXTS:
+                    del self._texts[next(iter(self._texts))]
+            return self._texts[key]
 
     def curves(self, patterns: Collection[str], every: int) -> dict[str, Any]:
         """Return the figures that match a pattern, and the steps, tokens and seconds up to each.
@@ -191,7 +213,8 @@ class MetricsColumns:
         for name, values in columns.items():
             if name.startswith(EVAL):
                 held_out |= ~np.isnan(values)
-        return rows[ends | held_out] if held_out.sum() * every <= len(rows) else rows[ends]
+        ends = ends | held_out if held_out.sum() * every <= len(rows) else ends
+        return np.flatnonzero(ends)
 
     def _reduce_bins(self, name: str, starts: NDArray[np.int64]) -> Column:
         """Put the rows from each start to the next together."""

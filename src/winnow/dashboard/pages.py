@@ -507,10 +507,8 @@ class Pages:
             for name, files in self.runs.discover().items()
         }
 
-    def curves(
-        self, names: Sequence[str], figures: Sequence[str], points: int | None = None
-    ) -> dict[str, Any]:
-        """Return figures of several runs; of one that cannot be read, a line that says why.
+    def curves(self, names: Sequence[str], figures: Sequence[str], points: int | None) -> str:
+        """Return figures of several runs as JSON; of one that is unreadable, a line that says why.
 
         Args:
             points: about so many a curve, for the run with most steps; all have steps as far apart.
@@ -526,12 +524,14 @@ class Pages:
                 problems[name] = columns[name].problems
             except UnreadableError as error:
                 columns[name], problems[name] = MetricsColumns(reader.files), [str(error)]
-        most = max((len(each.steps) for each in columns.values()), default=0)
+        most = max((each.n_rows for each in columns.values()), default=0)
         every = max(-(-most // max(points or _POINTS, 1)), 1)
-        return {
-            name: {**each.curves(figures, every), "problems": problems[name]}
+        parts = (
+            f'{json.dumps(name)}:{{"problems":{json.dumps(problems[name])},'
+            f"{each.curves_json(figures, every)[1:]}"
             for name, each in columns.items()
-        }
+        )
+        return f"{{{','.join(parts)}}}"
 
     def compare_settings(self, a: str, b: str) -> list[dict[str, Any]]:
         """List the settings in which two runs differ.

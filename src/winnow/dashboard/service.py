@@ -87,9 +87,6 @@ class Dashboard:
 
         routes: dict[str, Callable[[_Query], Any]] = {
             "runs": lambda ask: pages.overview(),
-            "series": lambda ask: pages.curves(
-                ask.names("runs"), ask.names("names"), ask.optional("points")
-            ),
             "names": lambda ask: sorted(
                 {name for run in pages.select(ask.names("runs")) for name in run.columns().names}
             ),
@@ -116,6 +113,7 @@ class Dashboard:
             Starlette(
                 routes=[
                     *(Route(f"/api/{name}", _json_endpoint(make)) for name, make in routes.items()),
+                    Route("/api/series", lambda request: _series(pages, _Query(request))),
                     Route("/api/run/image", lambda request: _image(run, _Query(request))),
                     Route("/api/run/plan", self._plan, methods=["POST"]),
                     Route("/api/events", self._events),
@@ -193,7 +191,7 @@ def _read_ahead(pages: Pages) -> None:
     with suppress(WinnowError):
         rows = [row for row in pages.overview()["runs"] if not row["problem"]]
         for row in sorted(rows, key=lambda row: -(row["changed_s"] or 0.0))[:_MOST_AHEAD]:
-            pages.curves([row["name"]], ())
+            pages.curves([row["name"]], (), None)
 
 
 async def _read_body(request: Request) -> bytes:
@@ -239,6 +237,11 @@ def _respond(body: Any, status: int = 200) -> Response:
     # A file that others made may hold values of any type.
     content = json.dumps(body, separators=(",", ":"), allow_nan=False, default=str)
     return Response(content, status, media_type="application/json")
+
+
+def _series(pages: Pages, ask: _Query) -> Response:
+    content = pages.curves(ask.names("runs"), ask.names("names"), ask.optional("points"))
+    return Response(content, media_type="application/json")
 
 
 def _image(run: Callable[[_Query], RunPages], ask: _Query) -> Response:
