@@ -143,9 +143,8 @@ def _slopes(ratios: Tensor, advantage: float, low: float, high: float) -> tuple[
     tokens = LossTokens(torch.ones(n, dtype=torch.bool), torch.zeros(n, dtype=torch.long), 1)
     terms = LossTerms(logp, torch.zeros(n), torch.full((n,), advantage), tokens)
     loss, _ = ppo_clip(terms, clip_low=low, clip_high=high, dual_clip=None)
-    loss.sum().backward()
-    assert logp.grad is not None
-    return -loss.detach(), logp.grad
+    (slopes,) = torch.autograd.grad(-loss.sum(), logp)
+    return -loss.detach(), slopes
 
 
 def clip_higher() -> Picture:
