@@ -55,6 +55,8 @@ SMALL_DEMONSTRATIONS = (
 SMALL_EVALUATION = ("evaluation.max_prompts=2", "evaluation.max_response_tokens=16")
 SHORTER = {
     "max_response_tokens=128": "max_response_tokens=16",
+    "max_response_tokens=2048": "max_response_tokens=16",
+    "model.path=Qwen2.5-32B": "model.path=FOLDER",
     "strategy.ranks=4": "strategy.ranks=2",
     "strategy.ranks=8": "strategy.ranks=2",
     "strategy.sequence=4": "strategy.sequence=2",
