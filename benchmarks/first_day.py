@@ -157,7 +157,8 @@ ACTIONS = (
     ),
     Action(
         "three seeds",
-        f"winnow train quickstart run.seed=1,2,3 trainer.steps=3 warm_start.steps=100 {SMALL} --multirun",
+        "winnow train quickstart run.seed=1,2,3 trainer.steps=3 warm_start.steps=100 "
+        f"{SMALL} --multirun",
     ),
     Action(
         "imitate demonstrations first",

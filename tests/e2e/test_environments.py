@@ -104,7 +104,7 @@ def total(home: Path, name: str, figure: str) -> float:
     return sum(line.get(figure, 0) for line in read_metrics(home / f"runs/{name}/metrics.jsonl"))
 
 
-@pytest.mark.parametrize(("every", "dies"), [(20, False), (40, True)])
+@pytest.mark.parametrize(("every", "dies"), [(40, False), (80, True)])
 def test_crashes_are_counted_and_change_no_reward(home: Path, every: int, dies: bool) -> None:
     name = f"every{every}"
     train(home, name, f"environment.options={{every: {every}, dies: {dies}}}").check()

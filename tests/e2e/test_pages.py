@@ -66,6 +66,7 @@ SHORTER = {
     "seed=0,1": "seed=0",
     "trainer.profile.steps=[3,4]": "trainer.profile.steps=[2]",
     "trainer.steps=4": "trainer.steps=2",
+    "trainer.steps=80": "trainer.steps=2",
     "bfloat16": "float32",
 }
 """What pages say in commands that train, and what is typed instead."""
@@ -248,9 +249,10 @@ def is_service(words: list[str]) -> bool:
 def additions(words: list[str]) -> tuple[str, ...]:
     """What makes a command small."""
     if words[0] == "train" and "--help-config" not in words:
-        task = SMALL_TASK if "quickstart" in words and "data/task" not in str(words) else ()
-        is_warm = words[1].startswith("quickstart") and "warm_start=" not in str(words)
-        start = SMALL_START if is_warm else ()
+        is_digits = words[1] in ("quickstart", "dapo")
+        is_warm = is_digits or words[1].startswith("quickstart")
+        task = SMALL_TASK if is_digits and "data/task" not in str(words) else ()
+        start = SMALL_START if is_warm and "warm_start=" not in str(words) else ()
         workers = ("reward.workers=0",) if "reward.function" in str(words) else ()
         model = ("model.path=FOLDER",) if "smollm2" in words else ()
         return *SMALL, *task, *start, *workers, *model
