@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -216,12 +217,12 @@ def measure_sweep(folder: Path, asks: int) -> list[str]:
     for url, pid in served(folder):
         start = resident_mb(pid)
         with httpx.Client(base_url=f"{url}/api/", trust_env=False, timeout=600) as client:
-            rows = [
-                time_page(
-                    client, pid, SWEEP, name, lambda name=name: sweep_pages(runs, dice)[name], asks
-                )
-                for name in sweep_pages(runs, dice)
-            ]
+
+            def urls(name: str) -> list[str]:
+                return sweep_pages(runs, dice)[name]
+
+            names = list(sweep_pages(runs, dice))
+            rows = [time_page(client, pid, SWEEP, n, partial(urls, n), asks) for n in names]
         memory = f"memory: {start:.0f} MB at first, {resident_mb(pid):.0f} MB at most"
         lines = memory, *browser_times(url, runs)
         rows += [f"| {SWEEP} | {line} | | | | |" for line in lines]
@@ -268,12 +269,12 @@ def ask(client: httpx.Client, pid: int, run: str, steps: int, answers: int, asks
         f"| {run} | background, once | | {time.perf_counter() - began:.1f} s | "
         f"{seconds_used(pid) - used:.1f} s | {(bytes_read(pid) - before) / 1e6:.1f} MB |"
     ]
-    return rows + [
-        time_page(
-            client, pid, run, name, lambda name=name: pages(run, steps, answers, dice)[name], asks
-        )
-        for name in pages(run, steps, answers, dice)
-    ]  # fmt: skip
+
+    def urls(name: str) -> list[str]:
+        return pages(run, steps, answers, dice)[name]
+
+    names = list(pages(run, steps, answers, dice))
+    return rows + [time_page(client, pid, run, n, partial(urls, n), asks) for n in names]
 
 
 def time_page(

@@ -43,6 +43,7 @@ PRELOADED = (
     *("winnow.views.curve", "winnow.views.summary"),
     *("winnow.rewards.remote_pipeline", "transformers.models.auto.tokenization_auto"),
     *("pyarrow.compute", "matplotlib.figure", "matplotlib.backends.backend_agg"),
+    "pandas",  # which pyarrow imports with its first array
     *("winnow.workers.ray.actors", "google.protobuf.json_format"),
     *("requests", "jsonschema", "uvloop"),  # of Ray, which reads its variables when it is imported
 )

@@ -32,7 +32,7 @@ START_S = 240.0
 PRELOADED = (
     *("torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "megatron.core"),
     *("tests.contract.test_fsdp2", "tests.contract.test_learner_ranks"),
-    "tests.contract.test_megatron",
+    *("tests.contract.test_megatron", "peft"),
 )
 """What a process that does nothing else imports once, for the ranks to be forked from it."""
 GRACE_S = 2.0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
-from threading import Lock, RLock
-from typing import Any, TypeVar
+from threading import Lock
+from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -29,6 +29,7 @@ from winnow.dashboard.runs import (
     RunFiles,
     RunNotFoundError,
     RunSet,
+    StampedCache,
     UnreadableError,
 )
 from winnow.dashboard.settings import describe_settings, differing_settings, plain_settings
@@ -55,23 +56,6 @@ _MOST_CONFIG_BYTES = 100_000
 """Most bytes of a config.yaml, of which a run writes about 5,000: each is some 20 µs of reading."""
 _MOST_IMAGE_BYTES = 64 << 20
 _IMAGE = re.compile(rf"{IMAGES}/([0-9a-f]{{64}})\.png")
-T = TypeVar("T")
-
-
-class StampedCache:
-    """A cache of values, each with a stamp that changes with its source file."""
-
-    def __init__(self) -> None:
-        self._lock = RLock()  # one may be made of another
-        self._values: dict[str, tuple[str, Any]] = {}
-
-    def get(self, name: str, stamp: str, make: Callable[[], T]) -> T:
-        """Return the value under a name, made anew if its stamp has changed."""
-        with self._lock:
-            if name not in self._values or self._values[name][0] != stamp:
-                self._values[name] = stamp, make()
-            value: T = self._values[name][1]
-        return value
 
 
 class RunPages:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain, count
 from pathlib import PurePosixPath
-from threading import Lock
-from typing import Any
+from threading import Lock, RLock
+from typing import Any, TypeVar
 
 import fsspec
 import pyarrow as pa
@@ -23,6 +23,8 @@ from winnow.observe.rollouts import STEP_FILE
 CONFIG = "config.yaml"
 _TAIL_BYTES = 256
 """Bytes before the end of the last reading, by which a file that was cut back is noticed."""
+
+T = TypeVar("T")
 
 
 class UnreadableError(WinnowError):
@@ -128,6 +130,22 @@ class RunFiles:
             raise UnreadableError(
                 f"cannot read {name} of {self.name}: {one_line(error)[:300]}"
             ) from error
+
+
+class StampedCache:
+    """A cache of values, each with a stamp that changes with its source file."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()  # one may be made of another
+        self._values: dict[str, tuple[str, Any]] = {}
+
+    def get(self, name: str, stamp: str, make: Callable[[], T]) -> T:
+        """Return the value under a name, made anew if its stamp has changed."""
+        with self._lock:
+            if name not in self._values or self._values[name][0] != stamp:
+                self._values[name] = stamp, make()
+            value: T = self._values[name][1]
+        return value
 
 
 class GrowingFile:
