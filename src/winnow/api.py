@@ -383,8 +383,8 @@ def score(
 
     if isinstance(answers, str):
         raise TypeError("answers must be a list of text, got a single text")
-    if source is None and function is None:
-        raise ConfigError("score needs a source or a function, got neither")
+    if source is None and function is None and recipe is None:
+        raise ConfigError("score needs a source, a function or a recipe, got none of them")
     path, _, name = (function or "").partition(":")
     words = [f"reward.function.path={path}"] if path else []
     config = parse_recipe(recipe, [*words, *([f"reward.function.name={name}"] if name else []),

@@ -182,7 +182,8 @@ def test_a_new_folder_has_a_reward_that_passes_its_test_and_recipes_that_load(
         assert done.returncode == 0, done.stdout + done.stderr
     real, toy = (load_recipe(str(folder / f"{name}.yaml")) for name in ("recipe", "toy"))
     assert (real.sampling.filter.name, real.optim.lr, real.reward) == ("variance", 5e-6, toy.reward)
-    assert toy.model.path == "runs/warm-up/checkpoints/step-600/model"
+    steps = load_recipe(str(folder / "warm_up.yaml")).trainer.steps
+    assert toy.model.path == f"runs/warm-up/checkpoints/step-{steps}/model"
     again = winnow(home, "init", folder.name)
     assert (again.code, again.err) == (
         2,
@@ -211,7 +212,10 @@ def test_a_new_folder_for_a_model_trains_and_scores_as_its_commands_say(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_commands_of_a_new_folder_teach_the_toy_model(template: str, home: Path) -> None:
-    folder, commands = init(home, template, "--template", template)
+    folder, (_, *commands) = init(home, template, "--template", template)
+    # Half of the steps, where these suffice.
+    more = "" if template == "environment" else " trainer.steps=10"
+    commands = [each + more * each.startswith("winnow train") for each in commands]
     place = {**os.environ, "PATH": f"{WINNOW.parent}:{os.environ['PATH']}", "PWD": str(folder)}
     place |= {"WINNOW_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1"}
     script = "set -e\ntrap 'kill $(jobs -p) 2> /dev/null || true' EXIT\n" + "\n".join(commands)
@@ -223,8 +227,8 @@ def test_the_commands_of_a_new_folder_teach_the_toy_model(template: str, home: P
     assert done.returncode == 0, log.read_text()[-3000:]
     records = read_metrics(folder / "runs/first/metrics.jsonl")
     right = [v for r in records for key, v in r.items() if re.fullmatch("eval/.*/pass@1", key)]
-    assert len(right) == 5
-    assert right[-1] - right[0] > 0.25
+    assert len(right) >= 3
+    assert right[-1] - right[0] > 0.12
 
 
 SCORE = """

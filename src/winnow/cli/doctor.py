@@ -101,6 +101,8 @@ def check_gpu(report: Path, *options: str) -> int:
     """
     import torch
 
+    from winnow.observe.files import explain_write_errors
+
     root = Path(__file__).resolve().parents[3]
     if not (root / "benchmarks" / "gpu").is_dir():
         raise ConfigError(
@@ -112,7 +114,11 @@ def check_gpu(report: Path, *options: str) -> int:
     checks = () if set(options) - {"--cpu"} else _GPU_CHECKS
     command = [sys.executable, "-m", "benchmarks.gpu", *checks, *options]
     path = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
-    with report.open("w", encoding="utf-8") as file, tempfile.TemporaryDirectory() as scratch:
+    with (
+        explain_write_errors(report),
+        report.open("w", encoding="utf-8") as file,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         process = subprocess.Popen(
             [*command, "--out", scratch, "--limit-s", str(_GPU_LIMIT_S)],
             cwd=root,

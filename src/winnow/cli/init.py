@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from winnow.errors import ConfigError
+from winnow.errors import ConfigError, WinnowError
 
 _TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 _REAL_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -52,11 +52,18 @@ def init_command(
     files = {file.stem: file.read_text(encoding="utf-8") for file in sources}
     shown = to_yaml({"path": path}).strip()
     files["recipe.yaml"] = files["recipe.yaml"].replace("path: MODEL", shown)
+    if template == "code":  # a toy copies two numbers into a program only after more steps
+        for name in ("toy.yaml", "warm_up.yaml"):
+            files[name] = files[name].replace("600", "1000")
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
-        subprocess.run([sys.executable, "-B", "make_data.py"], cwd=folder, check=True)
+        if subprocess.run([sys.executable, "-B", "make_data.py"], cwd=folder).returncode:
+            raise WinnowError(
+                f"{folder / 'make_data.py'} failed, for the reason above; remove {folder}, and "
+                "try again"
+            )
         if model is None:
             _write_toy_model(folder / "toy")
         else:

@@ -294,8 +294,8 @@ def doctor(
     from winnow.cli.doctor import check_gpu, print_diagnosis, print_report
 
     if gpu:
-        if run is not None:
-            raise ConfigError("--gpu checks this machine, not a run; leave out one of them")
+        if run is not None or as_json:
+            raise ConfigError("--gpu checks this machine: leave out RUN and --json, or --gpu")
         raise typer.Exit(check_gpu(Path("winnow-gpu.txt")))
     if run is not None:
         raise typer.Exit(print_diagnosis(run, as_json))

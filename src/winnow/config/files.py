@@ -99,6 +99,8 @@ def recipe_name(recipe: str) -> str | None:
     with suppress(OSError), Path(recipe).open("rb") as file:
         head = file.readline(MAX_FILE_BYTES)
     name = recorded_recipe(head) if _HEAD.match(head) else Path(recipe).name
+    if not _HEAD.match(head) and name != recipe and name in available_recipes():
+        name = f"./{name}"  # a file that has the name of a shipped one
     return name if name and name.isprintable() else None
 
 

@@ -117,8 +117,9 @@ class MetricsColumns:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of memory that the figures take."""
-        return 8 * len(self._steps) * len(self._columns)
+        """Bytes of memory that the figures take, and the texts made of them."""
+        texts = sum(map(len, list(self._texts.values())))
+        return 8 * len(self._steps) * len(self._columns) + texts
 
     @property
     def problems(self) -> list[str]:

@@ -134,7 +134,7 @@ class RunPages:
             lambda: self.files.read(_FINDINGS).count(b"\n") if findings.size else 0,
         )
         held_out = {source: round_to(each.accuracy) for source, each in evaluations(record).items()}
-        times = (root.get(n, ABSENT).changed_s for n in (METRICS_FILE, LOG, TRACE, USAGE))
+        times = (root.get(n, ABSENT).changed_s for n in (METRICS_FILE, LOG, TRACE))
         changed = max((each for each in times if each is not None), default=None)
         steps = _positive_int(config, "trainer.steps", 0)
         step = int(record.get("step", 0))
@@ -485,9 +485,15 @@ class Pages:
         return {"runs": rows, "first": max(readable, key=rank)["name"] if readable else None}
 
     def folder_stamps(self) -> dict[str, str]:
-        """Return a text for each run that changes when its folder does."""
+        """Return a text for each run that changes when its folder does, usage.jsonl apart: that is
+        written as long as the process lives, whatever the run does.
+        """
         return {
-            name: " ".join(f"{key}:{each.stamp}" for key, each in sorted(files.entries().items()))
+            name: " ".join(
+                f"{key}:{each.stamp}"
+                for key, each in sorted(files.entries().items())
+                if key != USAGE
+            )
             for name, files in self.runs.discover().items()
         }
 

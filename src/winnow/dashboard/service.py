@@ -190,7 +190,8 @@ def _read_ahead(pages: Pages) -> None:
     """Read the list and the figures of the newest runs, so that the first page is a quick one."""
     with suppress(WinnowError):
         rows = [row for row in pages.overview()["runs"] if not row["problem"]]
-        for row in sorted(rows, key=lambda row: -(row["changed_s"] or 0.0))[:_MOST_AHEAD]:
+        # The newest last: what was read longest ago is the first to leave the memory.
+        for row in sorted(rows, key=lambda row: row["changed_s"] or 0.0)[-_MOST_AHEAD:]:
             pages.curves([row["name"]], (), None)
 
 

@@ -243,6 +243,7 @@ class Learner:
         # They number samples independently of their places in the batch.
         numbers = [group.id << 16 | i for group in groups for i in range(len(group.answers))]
         keys, has_moved = torch.tensor(numbers, dtype=torch.int64), False
+        self.updates_left = 0, 0  # of a step that an exception ended
         updates = list(settings.updates(batch.n_groups, step))
         for number, (seed, update) in enumerate(updates):
             self.updates_left = len(updates) - number, len(updates)

@@ -86,8 +86,8 @@ def parse_record(line: bytes) -> dict[str, Number]:
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise ValueError("no step")
     odd = record.pop(_NON_FINITE, {})
-    if not isinstance(odd, dict):
-        raise ValueError(f"{_NON_FINITE} is not an object")
+    if not isinstance(odd, dict) or "step" in odd:
+        raise ValueError(f"{_NON_FINITE} is not an object of figures")
     record.update((name, float(str(text))) for name, text in odd.items())
     for name, value in record.items():
         # Most are floats, and a run has a million.

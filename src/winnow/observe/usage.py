@@ -92,6 +92,7 @@ class UsageReader:
 
     def __init__(self, driver: int) -> None:
         self._driver, self._gpus = driver, _open_gpus()
+        self._labelled: set[int] = set()
         self._strangers: set[int] = set()
         """Processes of others, which are read once: there may be thousands."""
 
@@ -102,13 +103,16 @@ class UsageReader:
             OSError, LookupError, ValueError: /proc is absent, or another system's.
         """
         labelled = set(_labels)
+        if labelled != self._labelled:  # a stranger may belong to a process that has a label now
+            self._strangers, self._labelled = set(), labelled
         present = {int(name) for name in os.listdir("/proc") if name.isdecimal()}
         for pid in labelled - present:
             del _labels[pid]  # another process may get the number
         self._strangers &= present
         table: dict[int, Process] = {}
         for pid in present - self._strangers | present & _labels.keys():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # has just ended
+            # It has just ended, or /proc hides it (hidepid).
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
                 table[pid] = _parse_stat(Path(f"/proc/{pid}/stat").read_bytes())
         roles = {pid: role for pid in table if (role := self._find_role(pid, table))}
         self._strangers |= table.keys() - roles.keys()
@@ -213,7 +217,7 @@ def parse_usage(content: bytes) -> list[Usage]:
     """Read the lines of usage.jsonl; one that is damaged or half-written is skipped."""
     lines = []
     for text in content.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError, RecursionError, OverflowError):
             line = json.loads(text)
             numbers = line.values() if isinstance(line, dict) else [None]
             is_valid = all(isinstance(n, int | float) and math.isfinite(n) for n in numbers)
@@ -226,10 +230,12 @@ class UsageLog:
     """The file usage.jsonl, which stays below a number of lines however long a run goes on."""
 
     def __init__(self, path: Path, most_lines: int = MOST_LINES) -> None:
-        self._path, self._most, self._every = path, most_lines, 1
+        self._path, self._most, self._samples_per_line = path, most_lines, 1
         self._waiting: list[Usage] = []
         content = path.read_bytes() if path.exists() else b""
         self._count = content.count(b"\n")
+        if lines := parse_usage(content):  # a resumed run goes on with lines as long
+            self._samples_per_line = max(round(lines[-1]["over_s"] / INTERVAL_S), 1)
         self._file = AppendFile(path)
         if not content.endswith(b"\n") and content:  # half a line, of a process that was killed
             self._file.append(b"\n")
@@ -241,7 +247,7 @@ class UsageLog:
             WinnowError: the file cannot be written.
         """
         self._waiting.append(usage)
-        if len(self._waiting) >= self._every:
+        if len(self._waiting) >= self._samples_per_line:
             self.flush()
         if self._count >= self._most:
             lines = parse_usage(self._path.read_bytes())
@@ -250,7 +256,7 @@ class UsageLog:
             self._file.close()
             write_atomic(self._path, b"".join(map(_line, halved)))
             self._file = AppendFile(self._path)
-            self._count, self._every = len(halved), 2 * self._every
+            self._count, self._samples_per_line = len(halved), 2 * self._samples_per_line
 
     def flush(self) -> None:
         """Write the samples that wait."""
@@ -259,8 +265,11 @@ class UsageLog:
             self._waiting, self._count = [], self._count + 1
 
     def close(self) -> None:
-        self.flush()
-        self._file.close()
+        """Write what waits, and close the file."""
+        try:
+            self.flush()
+        finally:
+            self._file.close()
 
 
 def _line(usage: Usage) -> bytes:

@@ -153,6 +153,8 @@ class Rule(NamedTuple):
     def unmet_need(self, run: RunHistory) -> str | None:
         """Return what a run lacks for the rule to be checked; None if it is."""
         count = run.seen[self.figure] if self.figure else run.steps
+        if run.not_finite[self.figure] and not count:
+            return f"needs {self.figure}, which is not finite in any step"
         if run.steps >= self.steps and not count:
             return f"needs {self.figure}, which {self.recorded_by or 'this run lacks'}"
         if count < self.steps:
@@ -404,19 +406,23 @@ RULES: tuple[Rule, ...] = (
     Rule("reward_flat_wrong", "critical", _flat_check(False),
          "the scorer expects another answer format, or the task is too hard",
          "run `winnow reward try FILE --row 1 --answer TEXT` with a correct answer; if scored as "
-         "wrong, fix the scorer or the prompt, else use easier prompts or a stronger model", 1),
+         "wrong, fix the scorer or the prompt, else use easier prompts or a stronger model", 1,
+         "score/reward/min"),
     Rule("reward_flat_right", "critical", _flat_check(True),
          "the scorer accepts any answer, or the task is solved",
          "run `winnow reward try FILE --row 1 --answer nonsense`; if it is scored right, fix "
-         "the scorer (reward.function.path, reward.scorers), else use harder prompts", 1),
+         "the scorer (reward.function.path, reward.scorers), else use harder prompts", 1,
+         "score/reward/min"),
     Rule("filtered", "critical", _check_filtered,
          "answers to a prompt rarely differ: prompts are too hard or too easy, or labels are wrong",
          "all wrong: use easier prompts, and check a correct answer with `winnow reward try`; all "
-         "right: use harder prompts; raise rollout.n so that answers differ more often"),
+         "right: use harder prompts; raise rollout.n so that answers differ more often",
+         figure="sampling/keep_rate"),
     Rule("scoring_fails", "warning", _check_scoring,
          "the scorer raises, exceeds its time or memory, or a sandbox or service is unreachable",
          "read the error in the column scorer_error of rollouts/, then fix the scorer or raise "
-         "reward.timeout_s; reward.on_failure sets how such groups are handled", 1),
+         "reward.timeout_s; reward.on_failure sets how such groups are handled", 1,
+         "scoring/answers"),
     Rule("cut_off", "warning", _check_cut_off,
          "answers exceed the limit, or the model emits no end token",
          "raise rollout.max_response_tokens; if answers loop, penalise length "

@@ -372,6 +372,7 @@ def test_the_name_of_the_recipe_goes_with_a_run_and_is_no_setting(write: Write) 
     assert parse_recipe(saved) == config
     assert recipe_name(write("", "my maths.yaml")) == "my maths.yaml"
     assert recipe_name("two\nlines.yaml") is None
+    assert recipe_name("somewhere/dapo") == "./dapo"  # not the shipped one
     unnamed = dump_config(config, recipe_name(write(dump_config(config), "older.yaml")))
     assert recorded_recipe(unnamed.encode()) is None
 
@@ -386,7 +387,7 @@ def test_a_recipe_s_values_are_under_the_variants_of_a_configuration(write: Writ
     assert "algorithm.policy_loss.clip_high" not in values.keys() | defaults.keys()
     changed = {key for key, value in flatten(tree).items() if values[key] != value}
     assert changed == {"model.path", "data.train_files"}
-    unset = write("model: {path: ???}\noptim: {lr: ${model.path}}")
+    unset = write("model:\n  path: ???\noptim:\n  lr: ${model.path}\n")
     assert recipe_values(unset, {})["optim.lr"] == "${model.path}"
 
 
