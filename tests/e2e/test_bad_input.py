@@ -33,7 +33,15 @@ run: {threads: 1}
 reward: {workers: 0}
 """
 NEVER_STARTED = {
-    *("config.yaml", "log.txt", "metrics.jsonl", ".lock", "tokenizer.json", "model.json"),
+    *(
+        "config.yaml",
+        "log.txt",
+        "metrics.jsonl",
+        ".lock",
+        "tokenizer.json",
+        "model.json",
+        "usage.jsonl",
+    ),
     ".begun-here",
 }
 """What a run that failed before its first step may leave, beside a whole checkpoint of step 0."""
