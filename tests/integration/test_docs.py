@@ -81,9 +81,9 @@ def test_every_block_says_what_it_is_and_commands_stand_in_shell_blocks(page: Pa
 def test_the_site_is_built_and_no_link_is_broken(tmp_path: Path) -> None:
     config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path))
     build(config)
-    keys = (tmp_path / "settings/index.html").read_text("utf-8")
-    assert "rollout.max_response_tokens" in keys
-    assert "algorithm/policy_loss=gspo" in keys
+    search = (tmp_path / "search/search_index.json").read_text("utf-8")
+    assert '"settings/rollout/#rollout.max_response_tokens"' in search
+    assert '"settings/algorithm/#algorithm.policy_loss.gspo"' in search
     assert "generate" in (tmp_path / "python/index.html").read_text("utf-8")
     algorithms = (tmp_path / "algorithms/index.html").read_text("utf-8")
     assert "<mfrac><mrow><mi>R</mi>" in algorithms
