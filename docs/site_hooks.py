@@ -145,4 +145,5 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     def mathml(formula: re.Match[str]) -> str:
         return convert(unescape(formula[2]), "block" if formula[1] == "div" else "inline")
 
+    html = html.replace("::</p>", ":</p>")  # reStructuredText's colons before code in docstrings
     return _FORMULA.sub(mathml, html)

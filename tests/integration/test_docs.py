@@ -20,6 +20,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from tests.pages import PAGES, ROOT, code_blocks, commands, write_shown_files
 
+import winnow
 from winnow.cli.main import app
 from winnow.cli.sweep import plan_sweep
 from winnow.config.files import resolve_evaluation_recipe
@@ -84,7 +85,9 @@ def test_the_site_is_built_and_no_link_is_broken(tmp_path: Path) -> None:
     search = (tmp_path / "search/search_index.json").read_text("utf-8")
     assert '"settings/rollout/#rollout.max_response_tokens"' in search
     assert '"settings/algorithm/#algorithm.policy_loss.gspo"' in search
-    assert "generate" in (tmp_path / "python/index.html").read_text("utf-8")
+    python = (tmp_path / "python/index.html").read_text("utf-8")
+    headings = re.findall(r"<h2[^>]* class=\"doc doc-heading\">\s*(?:<[^>]+>)?(\w+)", python)
+    assert set(headings) >= {*winnow.__all__}
     algorithms = (tmp_path / "algorithms/index.html").read_text("utf-8")
     assert "<mfrac><mrow><mi>R</mi>" in algorithms
     pages = [page.read_text("utf-8") for page in tmp_path.rglob("*.html")]
