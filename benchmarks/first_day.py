@@ -3,7 +3,8 @@
     python benchmarks/first_day.py [--out benchmarks/results/first_day.md]
 
 Every command is started as the shell starts it, in a folder of its own that begins empty, with the
-programs of the environment that runs this: one, say, that the wheel was installed into. A command that ends with another exit code than it should ends the script. Trainings are cut
+programs of the environment that runs this. A command that ends with another exit code than it
+should ends the script. Trainings are cut
 short: what is measured is how long one waits for each answer of the program, not learning.
 """
 
