@@ -210,7 +210,7 @@ def test_a_new_folder_for_a_model_trains_and_scores_as_its_commands_say(
 
 @pytest.mark.real
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "code"])
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_the_commands_of_a_new_folder_teach_the_toy_model(template: str, home: Path) -> None:
     folder, (_, *commands, _) = init(home, template, "--template", template)
     # Half of the steps, where these suffice; the test and the evaluation are typed above.

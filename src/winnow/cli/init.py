@@ -54,7 +54,7 @@ def init_command(
     files["recipe.yaml"] = files["recipe.yaml"].replace("path: MODEL", shown)
     if template == "code":  # a toy copies two numbers into a program only after more steps
         for name in ("toy.yaml", "warm_up.yaml"):
-            files[name] = files[name].replace("600", "1000")
+            files[name] = files[name].replace("600", "1200")
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
