@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,10 @@ from tests.small_models import byte_level_bpe, digits_model, save
 from tests.winnow_command import WINNOW, in_forked_process, in_this_process, winnow
 
 from winnow import __version__
+from winnow.cli import init as init_module
 from winnow.config.files import available_recipes
 from winnow.config.load import load_recipe
+from winnow.errors import WinnowError
 from winnow.observe.jsonl import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -189,6 +192,17 @@ def test_a_new_folder_has_a_reward_that_passes_its_test_and_recipes_that_load(
         2,
         f"winnow: {folder.name} is not empty; choose a new folder\n",
     )
+
+
+def test_a_folder_whose_data_cannot_be_made_says_what_to_do(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    templates = home / "templates"
+    shutil.copytree(init_module._TEMPLATES, templates)
+    (templates / "maths/make_data.py.txt").write_text("raise SystemExit(3)")
+    monkeypatch.setattr(init_module, "_TEMPLATES", templates)
+    with pytest.raises(WinnowError, match=r"make_data.py failed, for the reason above; remove"):
+        init_module.init_command(home / "mine", None, "maths")
 
 
 @pytest.mark.parametrize("template", ["reward", "environment"])

@@ -230,12 +230,13 @@ class UsageLog:
     """The file usage.jsonl, which stays below a number of lines however long a run goes on."""
 
     def __init__(self, path: Path, most_lines: int = MOST_LINES) -> None:
-        self._path, self._most, self._samples_per_line = path, most_lines, 1
+        self._path, self._most = path, most_lines
         self._waiting: list[Usage] = []
         content = path.read_bytes() if path.exists() else b""
         self._count = content.count(b"\n")
-        if lines := parse_usage(content):  # a resumed run goes on with lines as long
-            self._samples_per_line = max(round(lines[-1]["over_s"] / INTERVAL_S), 1)
+        # A resumed run goes on with lines as long; the last of a start is shorter.
+        longest_s = max((line["over_s"] for line in parse_usage(content)[-8:]), default=0.0)
+        self._samples_per_line = max(round(longest_s / INTERVAL_S), 1)
         self._file = AppendFile(path)
         if not content.endswith(b"\n") and content:  # half a line, of a process that was killed
             self._file.append(b"\n")

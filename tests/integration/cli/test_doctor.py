@@ -158,7 +158,7 @@ def test_where_no_run_could_be_written_it_is_a_fault(tmp_path: Path) -> None:
 def test_gpu_checks_need_a_gpu_and_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for words in (["--gpu"], ["--gpu", "runs/first"]):
+    for words in (["--gpu"], ["--gpu", "runs/first"], ["--gpu", "--json"]):
         assert isinstance(CliRunner().invoke(app, ["doctor", *words]).exception, ConfigError)
     monkeypatch.setattr(doctor, "__file__", str(tmp_path / "a" / "b" / "c" / "doctor.py"))
     with pytest.raises(ConfigError, match="an installed wheel does not contain"):

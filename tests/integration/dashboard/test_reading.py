@@ -19,7 +19,7 @@ from tests.small_tokenizers import train_bpe
 
 from winnow.dashboard.answers import TokenTexts, group_table, read_group_answers
 from winnow.dashboard.index import LENGTH_BINS, AnswerIndex, prompt_history
-from winnow.dashboard.metrics_columns import MetricsColumns
+from winnow.dashboard.metrics_columns import FigureStore, MetricsColumns
 from winnow.dashboard.runs import RunFiles, RunSet, UnreadableError
 from winnow.dashboard.timeline import TraceWindows, read_log_tail
 from winnow.observe.files import RunFolder
@@ -117,6 +117,24 @@ def test_of_many_steps_neighbours_are_put_together_and_totals_are_over_all(tmp_p
     assert second["sampling/accuracy"] == 3 / 4  # one group of step 2, three of step 3
     assert [second[f"score/reward/{end}"] for end in ("max", "min")] == [3, 2]
     assert (second["actor/entropy"], second["eval/a/pass@1"]) == (2.5, None)
+
+
+def test_figures_of_the_runs_asked_for_last_stay_in_memory(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+        lines = [json.dumps({"step": n, "a": 1.0, "b": 2.0}) + "\n" for n in range(100)]
+        (folder / "metrics.jsonl").write_text("".join(lines))
+    a, b, c = map(files, folders)
+    store = FigureStore(limit=2 * 100 * 2 * 8)  # two runs of 100 rows of two figures
+    first = store.read(a)
+    second = store.read(b)
+    assert store.read(a) is first
+    store.read(c)
+    assert store.read(a) is first
+    assert store.read(b) is not second
+    text = first.curves_json(["*"], 1)
+    assert first.n_bytes == 100 * 2 * 8 + len(text)
 
 
 @given(

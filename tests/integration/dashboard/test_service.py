@@ -21,6 +21,8 @@ from tests.integration.dashboard.conftest import answer, group, write_step
 from tests.services import listening
 
 from winnow.dashboard.metrics_columns import MetricsColumns
+from winnow.dashboard.pages import Pages
+from winnow.dashboard.runs import RunSet
 from winnow.dashboard.service import STATIC, Dashboard
 from winnow.observe.files import RunFolder
 from winnow.observe.rollouts import RolloutGroup
@@ -70,6 +72,11 @@ def test_a_live_run_has_a_number_of_alarms_and_the_time_left(make_run: MakeRun) 
     assert told() == [2, 2.0, 8.0]  # 4 steps of (4 * 1.5 + 4) / 5 seconds
     os.utime(folder.metrics, (time.time() - 200,) * 2)
     assert told() == [2, 2.0, None]
+    pages = Pages(RunSet([str(folder.path)]))
+    before = pages.folder_stamps()
+    folder.usage.write_text('{"time_s": 1, "over_s": 2}\n')  # which a run that hangs writes, too
+    assert told() == [2, 2.0, None]
+    assert pages.folder_stamps() == before
     folder.metrics.unlink()
     folder.log.write_text("")  # it is live, in its warm-up
     assert told() == [2, None, None]

@@ -96,6 +96,13 @@ def test_the_file_stays_short_and_means_and_maxima_survive(tmp_path: Path) -> No
     mean = sum(line["over_s"] * line["machine/cpu"] for line in kept) / count
     assert mean == pytest.approx(0.5, abs=1e-3)
     assert [kept[-1][name] for name in ("time_s", "machine/gib")] == [1099.0, 999.0]
+    length, count = max(line["over_s"] for line in kept), len(kept)
+    resumed = UsageLog(path)
+    for n in range(round(length / usage.INTERVAL_S)):  # for a line as long as before
+        assert len(usage.parse_usage(path.read_bytes())) == count
+        resumed.add({"time_s": 2000.0 + n, "over_s": usage.INTERVAL_S})
+    assert len(usage.parse_usage(path.read_bytes())) == count + 1
+    resumed.close()
 
 
 def test_a_resumed_run_continues_the_file_behind_half_a_line(tmp_path: Path) -> None:
@@ -107,6 +114,7 @@ def test_a_resumed_run_continues_the_file_behind_half_a_line(tmp_path: Path) -> 
     assert kept[0] == {"time_s": 1.0, "over_s": 1.0}
     assert kept[1].keys() >= {"role/driver/cores", "machine/cpu", "network/sent_mib_per_s"}
     assert usage.parse_usage(b'{"time_s": NaN, "over_s": 1}\n[]\n{"time_s": "1"}\n{"a": 1}\n') == []
+    assert usage.parse_usage(b'{"time_s": 1%s, "over_s": 1}' % (b"0" * 400)) == []
 
 
 def test_a_sampler_that_fails_says_so_once_and_ends(

@@ -307,6 +307,10 @@ def test_rules_say_how_many_steps_they_need() -> None:
     assert "entropy_collapse" not in late
     assert late["reward_hacking"] == "needs 3 evaluations (evaluation.every); 2 so far"
     assert late["no_calls"].startswith("needs environment/calls, which runs with tools record")
+    bare = [{"step": float(n), "actor/entropy": math.nan, "sft/loss": 1.0} for n in range(1, 11)]
+    lacking = Diagnosis(SETTINGS, bare).unmet_needs()
+    assert lacking["entropy_collapse"] == "needs actor/entropy, which is not finite in any step"
+    assert {"reward_flat_wrong", "reward_flat_right", "filtered", "scoring_fails"} < lacking.keys()
     assert names(lambda step: {"mismatch/abs_delta": math.nan}, steps=1) == ["not_comparable"]
     extreme = {"reward_flat_wrong", "reward_flat_right", "filtered", "cut_off", "clip_often",
                "gradient_spikes", "scoring_fails", "environment_faults"}  # fmt: skip
