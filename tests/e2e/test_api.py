@@ -136,7 +136,7 @@ def test_scores_are_those_of_a_run(tmp_path: Path) -> None:
     half, failed = winnow.score(["ab", ""], None, function=function, extra_info={"most": 4})
     assert (half.reward, half.accuracy) == (0.5, 0.5)
     assert "nothing said" in failed.error
-    with pytest.raises(ConfigError, match="needs a source or a function"):
+    with pytest.raises(ConfigError, match="needs a source, a function or a recipe"):
         winnow.score(["x"], "y")
     with pytest.raises(RewardError, match="no_such_source"):
         winnow.score(["x"], "y", source="no_such_source")
